@@ -184,7 +184,7 @@ def test_ranks_that_never_started_are_reported_by_waiting_ranks() -> None:
     for rank in (0, 2):
         store.set(f"{launch.HERE}/{rank}", "")
     said = launch._absent_ranks(store, 4, 6.0)
-    assert said == "rank 1, 3 did not start within 6 s and is stalled or dead"
+    assert said == "rank 1, 3 did not start within 6 s: stalled or dead"
     for rank in (1, 3):
         store.set(f"{launch.HERE}/{rank}", "")
     assert launch._absent_ranks(store, 4, 6.0) is None

@@ -97,7 +97,7 @@ def _suggest(world_size: int, degrees: dict[str, int | None]) -> str:
             fits.append(f"{axis}={left}")
     if fits:
         return f"with the others as they are, {', or '.join(fits)} would fit"
-    return f"a degree must be a divisor of {world_size}:  {', '.join(str(n) for n in _divisors(world_size))}"
+    return f"a degree must be a divisor of {world_size}: {', '.join(str(n) for n in _divisors(world_size))}"
 
 
 def _divisors(number: int) -> list[int]:

@@ -48,5 +48,5 @@ def meet(store: dist.Store, rank: int, num_ranks: int, timeout: float) -> dist.S
 
 def _wait(rank: int, deadline: float, timeout: float) -> None:
     if time.monotonic() > deadline:
-        raise SilentRank(f"rank {rank} did not start within {timeout:g} s and is stalled or dead")
+        raise SilentRank(f"rank {rank} did not start within {timeout:g} s: stalled or dead")
     time.sleep(0.02)

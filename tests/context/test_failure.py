@@ -85,7 +85,7 @@ EXPECTED = {
     "scale": r"agree on causal, window, mask, scale, dropout or seed",
     "window": r"agree on causal, window, mask, scale, dropout or seed",
     "window kind": r"rank 3: a window is an int >= 1 or a pair .* got \(\[3\], \[3\]\)",
-    "backend": r"rank 0: backend 'cpu' does not support this call: it supports intervals of keys.* use one of: .*tiled",
+    "backend": r"rank 0: backend 'cpu' does not support this call: it supports masks .* use one of: .*tiled",
     "seed": r"agree on causal, window, mask, scale, dropout or seed",
     "scale kind": r"rank 3: scale must be a finite number: got 'x'",
     "generator": r"rank 3: a generator is a torch.Generator: got 3",
@@ -414,8 +414,8 @@ def test_a_mesh_whose_rows_disagree_about_places_is_refused() -> None:
         for order in ([[1, 0], [2, 3]], [[0, 3], [2, 1]]):
             for said in ranks.run(_over, order):
                 assert said == (
-                    f"hybrid needs a mesh with the same order of ranks in every row, and in every column: got {order}; "
-                    "number them as init_device_mesh does"
+                    "hybrid needs a mesh whose rows all sort their ranks in the same way, and whose columns do too: "
+                    f"got {order}; number the ranks as init_device_mesh does"
                 )
         for order in ([[0, 1], [2, 3]], [[0, 2], [1, 3]], [[3, 1], [2, 0]]):
             assert max(ranks.run(_over, order)) < 1e-5

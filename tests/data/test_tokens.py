@@ -85,7 +85,7 @@ def test_a_tokenizer_that_cannot_serve_is_named_and_leaves_no_files(tmp_path: Pa
     deep.mkdir(parents=True)
     for path, words, says in (
         (tmp_path / "few.json", {"▁a": 0}, r"few\.json cannot encode a text: .*; give one that has every character"),
-        (deep / "far.json", {"<unk>": 0}, r"the header of a token file .*far\.json; give a copy .* shorter path"),
+        (deep / "far.json", {"<unk>": 0}, r"the header of a token file .*far\.json; copy .* shorter path"),
     ):
         with pytest.raises(ValueError, match=says):
             prepare([str(tmp_path / "a.txt")], folder=str(tmp_path / "out"), tokenizer=write_tokenizer(path, words))

@@ -22,7 +22,7 @@ def test_data_takes_the_remaining_ranks() -> None:
             "context=4 x tensor=1 = 4; with the others as they are, context=1 or 2 or 3 or 6 would fit",
         ),
         (8, {"data": 2, "tensor": 2}, "data=4, or shard=2, or context=2, or tensor=4 would fit"),
-        (7, {"context": 2, "tensor": 2}, "degrees that fit divide 7: 1, 7"),
+        (7, {"context": 2, "tensor": 2}, "a divisor of 7: 1, 7"),
         (4, {"tensor": 0}, "at least 1: got tensor=0"),
         (4, {"tensor": 2.0}, "a degree must be an integer, at least 1: got tensor=2.0"),
         (4, {"tensor": True}, "a degree must be an integer, at least 1: got tensor=True"),

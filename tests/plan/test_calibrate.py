@@ -41,7 +41,7 @@ def test_calibration_takes_the_newest_times_of_one_device(tmp_path: Path, capsys
     file = tmp_path / "model.jsonl"
     file.write_text("\n".join(json.dumps({**row, "p20_ms": time}) for time in (5.0, 6.0)))
     assert main(words) == 0
-    assert "Calibrated from 1 times" in capsys.readouterr().out
+    assert "Calibrated from 1 measured times" in capsys.readouterr().out
     file.write_text("\n".join(json.dumps({**row, "device": name}) for name in ("A", "B")))
     assert main(words) == 2
     assert "rows of several devices, A, B" in capsys.readouterr().err
@@ -126,7 +126,7 @@ def test_the_link_is_that_of_the_most_ranks(tmp_path: Path, capsys: pytest.Captu
     assert found.inside.bandwidth == pytest.approx(80e9)
     assert found.inside.latency == pytest.approx(1e-5)
     assert replace(found, inside=cluster.inside) == cluster
-    assert "Calibrated from 0 times and the link of 4 ranks" in capsys.readouterr().out
+    assert "Calibrated from 0 measured times and the link of 4 ranks" in capsys.readouterr().out
 
 
 def test_a_file_that_is_not_utf8_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,7 +83,7 @@ def refuse_in_3(config: TrainConfig, on_signal: Any = None) -> str:
 
 
 def discard_stdout(config: TrainConfig, on_signal: Any = None) -> str:
-    raise SilentRank("rank 1 did not answer during step 3 and is stalled or dead; first error: timed out")
+    raise SilentRank("rank 1 did not answer during step 3: stalled or dead; first error: timed out")
 
 
 def weights(folder: str) -> dict[str, torch.Tensor]:

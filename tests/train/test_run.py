@@ -52,7 +52,7 @@ def test_a_default_run_learns_and_its_model_generates(
     # In a process of its own, because ranks write to the stdout at the time when this process's first ranks started.
     command = [sys.executable, "-m", "flashspan.cli", "train", str(tmp_path / "run.toml"), "--train.steps=3"]
     said = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
-    assert "step-00000010 is already at step 10 of the 3 asked for: nothing to do" in said
+    assert "step-00000010 is already at step 10, and train.steps is 3: nothing to do" in said
     assert "resuming" not in said
     assert "the same command with --train.steps 20" in said
     assert [path.name for path in checkpoints(folder)] == ["step-00000006", "step-00000008", "step-00000010"]

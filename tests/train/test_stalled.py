@@ -49,7 +49,7 @@ def test_a_stalled_rank_is_named(config_of: ConfigOf, option: str, call: str, wh
     config = config_of("--parallel.context=1", option, "--parallel.timeout=3", "--train.evaluate_every=2")
     with (
         Ranks(2, threads=1, timeout=3) as ranks,
-        pytest.raises(RankError, match=f"rank 1 did not answer during {when} and is stalled or dead"),
+        pytest.raises(RankError, match=f"rank 1 did not answer during {when}: stalled or dead"),
     ):
         ranks.run(stall, config, 1, call, timeout=60)
 

@@ -337,10 +337,8 @@ def efficiency(rows: Sequence[record.Row], where: str = "") -> list[Table]:
         of_share, dense = rates.get((longest, share, kind)), rates.get((longest, 1.0, kind))
         return f"{of_share / dense:.0%}" if of_share and dense else ""
 
-    title = (
-        f"TFLOP/s at {longest:,} tokens, counting visited blocks only, as a share of the dense kernel's, "
-        f"forward / backward{where}"
-    )
+    sizes = f"TFLOP/s at {longest:,} tokens, counting visited blocks only"
+    title = f"{sizes}, as a share of the dense kernel's, forward / backward{where}"
     cells = ("efficiency", *(pair(*(rate(share, kind) for kind in PASSES)) for share in shares))
     return [Table(title, ("blocks visited", *(f"{share:.0%}" for share in shares)), (cells,))]
 

@@ -233,7 +233,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "bands of no length": (lambda: Band(0, 1) | Band(5, 6), "which needs lengths"),
     "the fused CPU kernel": (
         lambda: attention(q4, q4, q4, mask=masks.streaming(1, 2, 8), backend="cpu"),
-        "lists of tiles",
+        "not block maps",
     ),
 }
 
