@@ -42,7 +42,7 @@ def cubins(folder: Path) -> set[Path]:
     return set(folder.rglob("*.cubin"))
 
 
-WORDS = ("compile", "--shapes", SHAPE, "--dtype", "float32", "--architecture", "80")
+WORDS = ("compile", "--shapes", SHAPE, "--dtype", "bfloat16", "--architecture", "80")
 
 
 def test_every_kernel_of_a_shape_is_compiled(tmp_path: Path) -> None:
