@@ -221,10 +221,10 @@ class Kernels:
             lambda: gated_backward(x, down, wide, wide),
             lambda: gated(x, gate, gate),
             lambda: project(x, (wq, wk, wk), angles, angles, 1.0),
-            lambda: sum_of_products(x, (q, out), turned=True),
-            lambda: sum_of_products(x, (wide, down), turned=True),
-            lambda: sum_of_products(None, (wide, gate), (wide, gate), turned=False),
-            lambda: sum_of_products(None, (q, wq), (k, wk), (k, wk), turned=False),
+            lambda: sum_of_products(x, (q, out), transposed=True),
+            lambda: sum_of_products(x, (wide, down), transposed=True),
+            lambda: sum_of_products(None, (wide, gate), (wide, gate), transposed=False),
+            lambda: sum_of_products(None, (q, wq), (k, wk), (k, wk), transposed=False),
         ]
 
     def loss(self, model: LlamaConfig, rows: int) -> Callable[[], object]:

@@ -307,16 +307,16 @@ class Chosen(NamedTuple):
         return self._serve(find, q, problem)
 
     def _serve(
-        self, serve: Callable[[LocalAttention, Problem], Result], q: Tensor, problem: Problem, insist: bool = False
+        self, serve: Callable[[LocalAttention, Problem], Result], q: Tensor, problem: Problem, or_raise: bool = False
     ) -> Result:
         """The result of `serve` on the chosen backend, or on the next one if its kernels fail.
 
-        If the named backend was retired in forward, backward uses any backend; with `insist`, it raises ValueError.
+        If the named backend was retired in forward, backward uses any backend; with `or_raise`, it raises ValueError.
         """
         call = _call(q, problem.mask, problem.dropout is not None, self.deterministic or problem.deterministic)
         if call.deterministic != problem.deterministic:
             problem = problem._replace(deterministic=True)
-        retired = RETIRED and not insist and (self.backend, call) in RETIRED
+        retired = RETIRED and not or_raise and (self.backend, call) in RETIRED
         choice = _choose("auto" if retired else self.backend, call)
         while True:
             try:

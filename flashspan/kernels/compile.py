@@ -163,16 +163,16 @@ def product_launches(dtype: torch.dtype, head_dim: int) -> dict[str, Launch]:
     from flashspan.kernels.hopper.residual import sum_of_products
 
     M, E, F = 4096, 2048, 8192
-    narrow, wide, weight, turned, square = (
+    narrow, wide, weight, weight_t, square = (
         torch.empty(*shape, dtype=dtype, device="meta") for shape in ((M, E), (M, F), (F, E), (E, F), (E, E))
     )
     angles = torch.empty(M, head_dim // 2, device="meta")
     calls = {
         "projection": lambda: project(narrow, (square, square, square), angles, angles, 0.125),
         "gated": lambda: gated(narrow, weight, weight),
-        "gated backward": lambda: gated_backward(narrow, turned, wide, wide),
-        "residual": lambda: sum_of_products(narrow, (wide, turned), turned=True),
-        "gradients": lambda: sum_of_products(None, *[(wide, weight)] * 3, turned=False),
+        "gated backward": lambda: gated_backward(narrow, weight_t, wide, wide),
+        "residual": lambda: sum_of_products(narrow, (wide, weight_t), transposed=True),
+        "gradients": lambda: sum_of_products(None, *[(wide, weight)] * 3, transposed=False),
     }
     return {name: launches_of(call)[0] for name, call in calls.items()}
 

@@ -25,8 +25,8 @@ class Rotation:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (d, d + D / 2) of x [B, T, H, D], as published weights expect: in float32, then in x's dtype."""
     left, right = x.chunk(2, -1)  # multiplied by float32 below, so the arithmetic is float32
-    turned = (left * cos - right * sin, right * cos + left * sin)
-    return torch.cat([half.to(x.dtype) for half in turned], -1)
+    halves = (left * cos - right * sin, right * cos + left * sin)
+    return torch.cat([half.to(x.dtype) for half in halves], -1)
 
 
 def rotation(positions: Tensor, config: LlamaConfig) -> Rotation:

@@ -32,7 +32,7 @@ def _(x: Tensor, a: Tensor, weight: Tensor) -> Tensor:
     def kernel() -> Tensor:
         from flashspan.kernels.hopper import residual
 
-        return residual.sum_of_products(x, (a, weight), turned=True)
+        return residual.sum_of_products(x, (a, weight), transposed=True)
 
     return choose("linear_add", kernel, lambda: x + a @ weight.T, x, a, weight)
 
@@ -70,7 +70,7 @@ def _(rows: list[Tensor], weights: list[Tensor]) -> Tensor:
     def kernel() -> Tensor:
         from flashspan.kernels.hopper import residual
 
-        return residual.sum_of_products(None, *zip(rows, weights, strict=True), turned=False)
+        return residual.sum_of_products(None, *zip(rows, weights, strict=True), transposed=False)
 
     return choose("linear_add", kernel, lambda: _sum(rows, weights), *rows, *weights)
 

@@ -59,7 +59,7 @@ def _(
         from flashspan.kernels.hopper import gated, residual
 
         gate, up, h = gated.gated(normed, gate_weight, up_weight)
-        return residual.sum_of_products(x, (h, down_weight), turned=True), gate, up
+        return residual.sum_of_products(x, (h, down_weight), transposed=True), gate, up
 
     tensors = (normed, gate_weight, up_weight, down_weight)
     return choose("swiglu", kernel, lambda: reference(x, *tensors), *tensors, *(() if x is None else (x,)))

@@ -73,7 +73,7 @@ def launches_of(
 ) -> tuple[list[Launch], list[Tensor]]:
     """The launches of the Hopper backward on meta tensors, and the tensors of the parts of dK and dV."""
     one_pass = pytest.importorskip("flashspan.kernels.hopper.one_pass")
-    from flashspan.kernels.hopper.launch import _backward_launches, room_for_parts
+    from flashspan.kernels.hopper.launch import _backward_launches, empty_parts
     from flashspan.kernels.hopper.parts import new_rows
 
     lengths = (tokens, keys or tokens)
@@ -83,7 +83,7 @@ def launches_of(
     )
     parts = one_pass.count_key_parts(q, k, mask, accumulate, not deterministic)
     dq, dk, dv = (x.float() if accumulate else torch.empty_like(x) for x in (q, k, k))
-    to_dk, to_dv = (room_for_parts(k, parts) if parts > 1 else x for x in (dk, dv))
+    to_dk, to_dv = (empty_parts(k, parts) if parts > 1 else x for x in (dk, dv))
     rows = torch.empty(1, heads[0], tokens, device="meta")
     sums = dq if accumulate or deterministic else torch.empty(heads[0] * 8192 * head_dim // 256, 256, device="meta")
     counter = torch.empty(4, dtype=torch.int32, device="meta")

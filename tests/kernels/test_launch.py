@@ -141,12 +141,12 @@ def test_three_warpgroups_multiply_where_blocks_are_many_and_alike(
     mask: Mask, queries: int, keys: int, head_dim: int, forward: int, backward: int
 ) -> None:
     launch = pytest.importorskip("flashspan.kernels.hopper.launch")
-    from flashspan.kernels.hopper.float16_values import room_for
+    from flashspan.kernels.hopper.float16_values import empty_float16
 
     q = torch.empty(1, 4, queries, head_dim, dtype=torch.bfloat16, device="meta")
     k = torch.empty(1, 4, keys, head_dim, dtype=torch.bfloat16, device="meta")
     rows = torch.empty(1, 4, queries, device="meta")
-    fine = room_for(k)
+    fine = empty_float16(k)
     # Two warpgroups are used if V is not converted (the maximum is tracked), and with a carry.
     for v, carry, found in ((fine, False, forward), (k, False, 2), (fine, True, 2)):
         out = q.float() if carry else q
@@ -222,7 +222,7 @@ def test_v_in_float16_is_v_or_says_that_it_is_not(head_dim: int) -> None:
     v[0, 1, 69, :2] = torch.tensor([torch.inf, torch.nan])
     v[1, 2, 5] *= 2.0**-20  # all numbers of a key are small
     v[1, 2, 6, 1:] *= 2.0**-12  # some numbers of a key are small
-    fine = float16_values.room_for(v)
+    fine = float16_values.empty_float16(v)
     float16_values.float16_launch(v, fine)()
     lost = fine.isnan().all(-1)
     assert lost.nonzero().tolist() == [[0, 0, 2], [0, 1, 69], [1, 2, 5]]
@@ -239,7 +239,7 @@ def test_v_in_float16_is_v_or_says_that_it_is_not(head_dim: int) -> None:
 def test_v_in_float16_repeats_what_v_repeats() -> None:
     float16_values = pytest.importorskip("flashspan.kernels.hopper.float16_values")
     v = torch.randn(2, 1, 40, 64, generator=torch.Generator().manual_seed(0)).bfloat16().expand(2, 4, 40, 64)
-    fine = float16_values.room_for(v)
+    fine = float16_values.empty_float16(v)
     float16_values.float16_launch(v, fine)()
     assert fine.untyped_storage().nbytes() == 2 * 40 * 64 * 2
     assert torch.equal(fine.float() * float16_values.FLOAT16_UNIT.value, v.float())

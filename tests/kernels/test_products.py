@@ -113,10 +113,10 @@ def test_projections(
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("turned", [True, False])
+@pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize("added", [True, False])
 @pytest.mark.parametrize("depths", [[2048], [136, 64], [512, 8, 72]])
-def test_sums_of_products(rows: int, turned: bool, added: bool, depths: list[int], dtype: torch.dtype) -> None:
+def test_sums_of_products(rows: int, transposed: bool, added: bool, depths: list[int], dtype: torch.dtype) -> None:
     from flashspan.kernels.hopper.residual import sum_of_products
 
     width = 328
@@ -124,17 +124,17 @@ def test_sums_of_products(rows: int, turned: bool, added: bool, depths: list[int
     pairs = [
         (
             make(rows, depth, dtype=dtype, seed=depth),
-            make(*((width, depth) if turned else (depth, width)), dtype=dtype, seed=depth + 1),
+            make(*((width, depth) if transposed else (depth, width)), dtype=dtype, seed=depth + 1),
         )
         for depth in depths
     ]
     want = sum(
-        (a.double() @ (b.double().T if turned else b.double()) for a, b in pairs),
+        (a.double() @ (b.double().T if transposed else b.double()) for a, b in pairs),
         start=torch.zeros((), device="cuda").double(),
     )
     if c is not None:
         want = want + c.double()
-    assert_near([sum_of_products(c, *pairs, turned=turned)], [want], "sum")
+    assert_near([sum_of_products(c, *pairs, transposed=transposed)], [want], "sum")
 
 
 @pytest.mark.gpu

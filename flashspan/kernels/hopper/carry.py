@@ -39,7 +39,7 @@ def load_carry(outputs, i_bh, H, m0, T, D: gl.constexpr, BD: gl.constexpr, RL: g
 
 
 @gluon.jit
-def join_first(p, m, l, o, past):
+def merge_into_first_block(p, m, l, o, past):
     """Merge the carry's out and lse into the softmax of a tile's first block. Returns p, m, l, o.
 
     The softmax does not start from the carry, because it would have to wait for lse, which arrives with the last rows
@@ -56,7 +56,7 @@ def join_first(p, m, l, o, past):
 
 
 @gluon.jit
-def join_last(m, l, past):
+def merge_into_result(m, l, past):
     """Merge a row's sums with its carry's lse. Returns the lse of both in base 2, and the factors of the row's output
     and of the carry's."""
     mine = m + gl.log2(l)  # not l * exp2(m), which could overflow: a sum may be 2^127

@@ -57,7 +57,7 @@ def float16_kernel(v, fine, s_b, s_h, s_t, H, S, D: tl.constexpr, BD: tl.constex
     tl.store(p_fine, y, mask=(n0 + o_n < S)[:, None] & (o_d < D)[None, :])
 
 
-def room_for(v: Tensor) -> Tensor:
+def empty_float16(v: Tensor) -> Tensor:
     """An empty float16 tensor for v. Dimensions that are expanded in v (stride 0) are also expanded in the result."""
     return torch.empty(_distinct(v), dtype=torch.float16, device=v.device).expand(v.shape)
 
@@ -68,7 +68,7 @@ def _distinct(v: Tensor) -> list[int]:
 
 
 def float16_launch(v: Tensor, fine: Tensor) -> Launch:
-    """The launch that converts v into `fine`, which comes from `room_for`."""
+    """The launch that converts v into `fine`, which comes from `empty_float16`."""
     B, H, S, D = _distinct(v)
     block = 32
     return Launch(

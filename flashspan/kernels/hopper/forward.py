@@ -25,7 +25,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from flashspan.kernels.hopper.carry import LOWEST, join_first, join_last, load_carry
+from flashspan.kernels.hopper.carry import LOWEST, load_carry, merge_into_first_block, merge_into_result
 from flashspan.kernels.hopper.config import (
     BlockMask,
     ForwardBarriers,
@@ -256,7 +256,7 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, outputs, mask,
         stage, phase = stage_and_phase(pair + 1, STAGES)
         mbarrier.wait(full.index(stage), phase)
         if config.CARRY and not config.CARRY_LAST:
-            p, m, l, o = join_first(p, m, l, o, past)
+            p, m, l, o = merge_into_first_block(p, m, l, o, past)
 
         # Main loop: the scores of block i with the output of block i - 1.
         given = (q, zero, buffers, barriers, mask, scale, config)
@@ -357,7 +357,7 @@ def _store(WG: gl.constexpr, turn, q_stage, i_bh, m0, m, l, o, tensors, buffers,
     q_s = buffers.q_s.index(q_stage * config.CONSUMERS + WG)
     if config.CARRY_LAST:
         past = gl.load(p_lse + o_m, mask=o_m < T, other=float("-inf"))
-        lse, now, past = join_last(m, l, past)
+        lse, now, past = merge_into_result(m, l, past)
         if config.FLOAT16_VALUES:
             now = now * FLOAT16_UNIT
         gl.store(p_lse + o_m, lse * 0.6931471805599453, mask=o_m < T)

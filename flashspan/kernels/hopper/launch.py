@@ -16,7 +16,7 @@ from torch import Tensor
 from flashspan.kernels import portable
 from flashspan.kernels.contract import Carry, Grads, Problem, Repeat, RepeatBackward
 from flashspan.kernels.delta import row_delta
-from flashspan.kernels.hopper.float16_values import float16_launch, is_faster, room_for
+from flashspan.kernels.hopper.float16_values import empty_float16, float16_launch, is_faster
 from flashspan.kernels.hopper.forward import forward_kernel
 from flashspan.kernels.hopper.lists import lists_forward_launch, refusal
 from flashspan.kernels.hopper.one_pass import backward_launch, count_key_parts
@@ -39,7 +39,7 @@ from flashspan.kernels.masks import Band, Blocks, Mask, Rows, unpack
 from flashspan.kernels.portable import decode, few_tiles
 from flashspan.kernels.portable.arguments import LOG2E, empty_outputs, mask_arguments
 from flashspan.kernels.portable.forward import forward_launch as repair_launch
-from flashspan.kernels.portable.gradient_parts import add_parts_launch, room_for_parts
+from flashspan.kernels.portable.gradient_parts import add_parts_launch, empty_parts
 from flashspan.kernels.portable.tiles import multiprocessors
 
 
@@ -67,7 +67,7 @@ def forward(
     bad = lse.new_empty((B, H, -(-T // 64)), dtype=torch.int32)
     tables = mask.to(q.device).packed
     with on(q.device):
-        fine = (room_for(v),) if is_faster(q, k, mask) else ()
+        fine = (empty_float16(v),) if is_faster(q, k, mask) else ()
         made = (out, lse, bad, new_counter(q.device), *fine)
         steps = None if carry is None else out.stride()  # a carry may have any strides
         done = replay(_forward_launches, (q, k, v), tables, made, scale, steps, out.dtype, bool(fine))
@@ -92,7 +92,7 @@ def repeat_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, out_dtype:
 
     def room(q: Tensor, v: Tensor) -> list[Tensor]:
         bad = q.new_empty((B, H, -(-T // 64)), dtype=torch.int32)
-        return [*empty_outputs(q, out_dtype), bad, new_counter(device), *([room_for(v)] if in_float16 else [])]
+        return [*empty_outputs(q, out_dtype), bad, new_counter(device), *([empty_float16(v)] if in_float16 else [])]
 
     return repeated_forward(launches, device, room)
 
@@ -200,7 +200,7 @@ def backward(
         rows_of = out if out is not None and delta is None else _settled(delta, dout, out).contiguous()
         given = (dout, q, k, v, lse.contiguous(), rows_of, dq, dk, dv)
         parts = count_key_parts(q, k, mask, accumulate, not two_passes)
-        made = _room_for_backward(q, k, parts, accumulate, two_passes, dq, dk, dv)
+        made = _backward_tensors(q, k, parts, accumulate, two_passes, dq, dk, dv)
         done = replay(_backward_launches, given, tables, made, scale, accumulate, two_passes, delta is None)
     if done:
         return
@@ -223,7 +223,7 @@ def _serves_backward(q: Tensor, k: Tensor, problem: Problem) -> bool:
     return serves and q.numel() > 0 and k.numel() > 0 and problem.scale > 0
 
 
-def _room_for_backward(
+def _backward_tensors(
     q: Tensor, k: Tensor, parts: int, accumulate: bool, two_passes: bool, dq: Tensor, dk: Tensor, dv: Tensor
 ) -> tuple[Tensor, ...]:
     """Temporary tensors of backward: -lse, -delta, sums of dq, parts of dk and dv, states, a counter."""
@@ -232,7 +232,7 @@ def _room_for_backward(
     sums = dq
     if not (accumulate or two_passes):
         sums = q.new_empty((num_rows * block_dim(q.shape[-1]) // 256, 256), dtype=torch.float32)
-    of_parts = [room_for_parts(k, parts) if parts > 1 else x for x in (dk, dv)]
+    of_parts = [empty_parts(k, parts) if parts > 1 else x for x in (dk, dv)]
     states = q.new_empty(num_rows // 64, dtype=torch.int32)
     return minus_lse, minus_delta, sums, *of_parts, states, new_counter(q.device)
 
@@ -252,7 +252,7 @@ def repeat_backward(
     if launches is None:
         return None
     parts = count_key_parts(q, k, problem.mask, False, not two_passes)  # for this GPU: meta tensors stand for an H200
-    *room, _ = _room_for_backward(q.to("meta"), k.to("meta"), parts, False, two_passes, *grads)
+    *room, _ = _backward_tensors(q.to("meta"), k.to("meta"), parts, False, two_passes, *grads)
     # Each temporary tensor is a gradient, described by its index, or a new tensor, described by its shape and dtype.
     found = [next((i for i, grad in enumerate(grads) if x is grad), None) for x in room]
     pieces = [(i, x.shape, x.dtype) for i, x in zip(found, room, strict=True)]

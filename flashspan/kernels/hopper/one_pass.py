@@ -80,9 +80,9 @@ def backward_launch(given: BackwardInputs) -> Launch:
         whole = num_tiles // chip * chip if parts > 1 else num_tiles
     num_tiles = whole + (num_tiles - whole) * parts
     # `Rows` are assumed to hide most keys: their lengths are not read.
-    few = table or (min(hi - lo + 1, S) <= CLAIMED and (masked or tiles_per_head == 1))
-    claim = few and sums is not None and not accumulate
-    far = not table and lo <= 1 - T  # a query sees all keys before it
+    few_keys = table or (min(hi - lo + 1, S) <= CLAIMED and (masked or tiles_per_head == 1))
+    claims = few_keys and sums is not None and not accumulate
+    sees_past = not table and lo <= 1 - T  # a query sees all keys before it
     return Launch(
         backward_kernel,
         (min(num_tiles, chip),),
@@ -98,8 +98,8 @@ def backward_launch(given: BackwardInputs) -> Launch:
         {
             "STAGES": 2, "TABLE": table, "ACCUMULATE": accumulate,
             "HAS_EDGES": masked or tile.warpgroups == 3 or S % keys > 0, "WITH_DQ": sums is not None,
-            "FIRST_STORES": claim, "SPLIT_TILES": cut or by_queries, "SPLIT_HEADS": k.shape[1] < K,
-            "WHOLE_DQ_STAGES": 0 if sums is None else dq_turns(tile.warpgroups, wide, claim, far and H > K),
+            "FIRST_STORES": claims, "SPLIT_TILES": cut or by_queries, "SPLIT_HEADS": k.shape[1] < K,
+            "WHOLE_DQ_STAGES": 0 if sums is None else dq_turns(tile.warpgroups, wide, claims, sees_past and H > K),
             "UNIT_SCALE": is_unit(q, scale), **warps(tile.warpgroups),
         },
     )  # fmt: skip

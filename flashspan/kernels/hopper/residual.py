@@ -163,21 +163,21 @@ def _produce(tensors, buffers, barriers, sizes):
         )
 
 
-def sum_of_products(c: Tensor | None, *pairs: tuple[Tensor, Tensor], turned: bool) -> Tensor:
-    """Return c [M, N], if given, plus the sum over up to three pairs of a [M, K] times b [K, N] (`turned`: [N, K])."""
+def sum_of_products(c: Tensor | None, *pairs: tuple[Tensor, Tensor], transposed: bool) -> Tensor:
+    """Return c [M, N], if given, plus the sum of up to three pairs: a [M, K] times b [K, N] (transposed: [N, K])."""
     given = readable(*(x for pair in pairs for x in pair), *([] if c is None else [c]))
     size, absent = 2 * len(pairs), 3 - len(pairs)
     made, added = list(zip(given[:size:2], given[1:size:2], strict=True)), given[size:]
     a, b = made[0]
-    out = a.new_empty(len(a), b.shape[0 if turned else 1])
+    out = a.new_empty(len(a), b.shape[0 if transposed else 1])
     if len(out):
-        shape = (COLUMNS, DEPTH) if turned else (DEPTH, COLUMNS)
+        shape = (COLUMNS, DEPTH) if transposed else (DEPTH, COLUMNS)
         num_steps = [*(cdiv(a.shape[1], DEPTH) for a, _ in made), *[0] * absent]
         made += made[:1] * absent
         operands = [x for a, b in made for x in (describe(a, ROWS, DEPTH), describe(b, *shape))]
         outs = [describe(x, ROWS // 2, PIECE) for x in (added[0] if added else out, out)]
         tiles = (cdiv(out.shape[0], ROWS), cdiv(out.shape[1], COLUMNS))
         stages = 3 if added else 4  # c needs the memory of the fourth stage
-        constants = {"TRANSPOSED": turned, "ADD": bool(added), "STAGES": stages}
+        constants = {"TRANSPOSED": transposed, "ADD": bool(added), "STAGES": stages}
         launch_matmul(sum_kernel, (*operands, *outs, *tiles, *num_steps), tiles, out, **constants)
     return out

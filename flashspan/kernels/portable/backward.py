@@ -28,7 +28,7 @@ from flashspan.kernels.portable.common import (
     store_tile,
     unknown_zero,
 )
-from flashspan.kernels.portable.gradient_parts import add_parts_launch, count_parts, room_for_parts
+from flashspan.kernels.portable.gradient_parts import add_parts_launch, count_parts, empty_parts
 from flashspan.kernels.portable.loops import key_loop, query_loop
 from flashspan.kernels.portable.sparse import sparse_keys_kernel, sparse_queries_kernel
 from flashspan.kernels.portable.steps import column_words, keys_step, load_lse, queries_step, row_words
@@ -211,7 +211,7 @@ def backward_launches(
     launches = {}
     passes = key_passes(q, bits=blocks, dropout=dropout is not None) if k.numel() else {}
     parts = 1 if blocks else _count_parts(q, k, passes)
-    to_dk, to_dv = (room_for_parts(k, parts) if parts > 1 else x for x in (dk, dv))
+    to_dk, to_dv = (empty_parts(k, parts) if parts > 1 else x for x in (dk, dv))
     for names, size in passes.items():
         loop = query_loop(mask, q, k, size)
         kernel = sparse_keys_kernel if blocks else keys_kernel

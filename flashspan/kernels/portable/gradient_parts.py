@@ -67,7 +67,7 @@ def count_equal_parts(group: int, num_tiles: int, num_blocks: int, multiprocesso
     return min([1, *allowed], key=steps)
 
 
-def room_for_parts(k: Tensor, parts: int) -> Tensor:
+def empty_parts(k: Tensor, parts: int) -> Tensor:
     """An empty tensor for dK or dV of all parts."""
     B, K, S, D = k.shape
     return torch.empty(B, K * parts, S, D, dtype=torch.float32, device=k.device)
