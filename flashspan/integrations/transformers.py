@@ -42,6 +42,7 @@ HARMLESS = frozenset(
         "position_ids", "position_embeddings", "cache_position", "past_key_values", "use_cache", "layer_idx",
         "max_length_q", "max_length_k", "seq_idx", "num_items_in_batch", "output_hidden_states", "output_router_logits",
         "return_dict", "labels", "shift_labels", "deterministic", "token_type_ids", "mm_token_type_ids",
+        "logits_to_keep",
     }
 )  # fmt: skip
 """Arguments that reach an attention function and do not change its result."""
@@ -136,7 +137,8 @@ class SpanMask(BlockMask):
         return self
 
     def to(self, device: Any = None, *args: Any, **kwargs: Any) -> SpanMask:
-        return SpanMask(self.mask.to(device), self.shape) if isinstance(device, (str, torch.device)) else self
+        moves = isinstance(device, (str, torch.device))
+        return SpanMask(self.mask.to(device), self.shape, counts=self.counts) if moves else self
 
     def to_dense(self) -> Tensor:
         """The mask as a bool tensor [B or 1, 1, T, S], for tests and pictures."""
@@ -155,7 +157,8 @@ class SpanMask(BlockMask):
         queries, keys = (range(length)[part] for length, part in zip(self.shape[2:], parts[2:], strict=True))
         if (len(queries), len(keys)) == self.shape[2:]:
             return self
-        return SpanMask(self.mask.slice(queries, keys), (*self.shape[:2], len(queries), len(keys)))
+        shape = (*self.shape[:2], len(queries), len(keys))
+        return SpanMask(self.mask.slice(queries, keys), shape, counts=self.counts)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
@@ -168,8 +171,8 @@ class SpanMask(BlockMask):
             return self.mask
         if (num_queries, num_keys) != (own_queries, own_keys):
             raise ValueError(
-                f"the mask of this layer is for {own_queries} queries and {own_keys} keys: got {num_queries} and "
-                f"{num_keys}; {OTHERWISE}"
+                f"the mask must have the layer's size, queries x keys: got {own_queries} x {own_keys} for a layer of "
+                f"{num_queries} x {num_keys}; {OTHERWISE}"
             )
         return self.mask
 

@@ -59,5 +59,5 @@ def test_ends_of_sequences_that_are_none_are_refused(ends: list[int]) -> None:
 
 def test_padding_for_more_tokens_than_there_are_is_refused() -> None:
     given = {"attention_mask": torch.ones(2, LENGTH + 1, dtype=torch.long), "use_cache": False}
-    with pytest.raises(ValueError, match=f"for {LENGTH} queries and {LENGTH + 1} keys: got {LENGTH} and {LENGTH}"):
+    with pytest.raises(ValueError, match=f"got {LENGTH} x {LENGTH + 1} for a layer of {LENGTH} x {LENGTH}"):
         on_span(make("Llama"))(tokens(), **given)

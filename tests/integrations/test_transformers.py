@@ -430,12 +430,15 @@ def test_refuses_by_name(given: dict[str, Any], names: str) -> None:
 
 
 def test_serves_what_changes_nothing() -> None:
-    assert call(s_aux=None, softcap=None, output_attentions=False, position_ids=torch.arange(6))[0].shape == (
-        1,
-        6,
-        2,
-        8,
-    )
+    harmless = {"position_ids": torch.arange(6), "logits_to_keep": 0}
+    assert call(s_aux=None, softcap=None, output_attentions=False, **harmless)[0].shape == (1, 6, 2, 8)
+
+
+def test_a_mask_that_was_moved_or_sliced_still_refuses_packed_chunks() -> None:
+    mask = span.SpanMask(Band(None, 0), (1, 1, 9, 9), counts=True)
+    for same in (mask, mask.to("cpu"), mask.to(torch.device("cpu")), mask[:, :, :8, :8]):
+        with pytest.raises(ValueError, match=r"chunks.*cu_seq_lens_q needs position_ids"):
+            same.within(torch.tensor([0, 5, same.shape[2]]), None)
 
 
 @pytest.mark.parametrize(
