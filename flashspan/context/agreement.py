@@ -9,6 +9,7 @@ from flashspan.kernels.masks import Blocks, Rows
 
 COMPARED = (
     "strategy, layout or options",
+    "kind of device",
     "batch",
     "query heads",
     "kv heads",

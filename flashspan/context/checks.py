@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from flashspan.context.agreement import decode, digest, encode
 from flashspan.context.layout import Layout, Placement
 from flashspan.context.settings import Settings
 
@@ -28,13 +29,26 @@ def check_shards(layout: Layout, placement: Placement, sizes: tuple[int, ...]) -
         )
 
 
-def check_same_placement(digests: Sequence[Sequence[int]]) -> None:
-    """ValueError if a layout function places the tokens differently on different ranks."""
-    if len({*map(tuple, digests)}) > 1:
+def agree_on_placement(make: Callable[[], Placement], gather: Callable[[Sequence[int]], list[list[int]]]) -> Placement:
+    """The placement of a layout function. All ranks raise the same ValueError if it fails on one of them, or if it
+    places the tokens differently on different ranks."""
+    problem, placement, failure = "", None, None
+    try:
+        placement = make()
+    except Exception as error:
+        failure = error
+        problem = str(error) if isinstance(error, ValueError) else f"the layout function failed: {error!r}"
+    rows = gather([digest(repr(placement and placement.ranges)), *encode(problem)])
+    for rank, row in enumerate(rows):
+        if text := decode(row[1:]):
+            raise ValueError(f"rank {rank}: {text}") from failure
+    if len({row[0] for row in rows}) > 1:
         raise ValueError(
             "all ranks must agree on the layout: the layout function returned different placements on different ranks; "
             "its result must depend on the numbers of tokens and ranks only"
         )
+    assert placement is not None
+    return placement
 
 
 def check_one_rank(settings: Settings, placement: Callable[[int], Placement], num_tokens: int) -> None:

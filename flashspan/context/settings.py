@@ -78,5 +78,5 @@ class Settings:
         layout = self.layout if isinstance(self.layout, str) else getattr(self.layout, "__qualname__", "a function")
         num_tokens = None if self.num_tokens is None else int(self.num_tokens)
         sizes = tuple(self.sizes or ())
-        chosen = (self.backend, self.deterministic)
+        chosen = (self.backend, self.deterministic, self.transport)
         return layout, self.strategy, self.schedule, sizes, self.head_chunks, num_tokens, *chosen

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,8 +37,7 @@ from flashspan.arguments import (
 from flashspan.attention import attention
 from flashspan.attention_operator import refuse_transforms
 from flashspan.context.agreement import COMPARED, decode, digest, encode
-from flashspan.context.bundle import Fields
-from flashspan.context.checks import check_grid, check_one_rank, check_same_placement, check_same_tokens, check_shards
+from flashspan.context.checks import agree_on_placement, check_grid, check_one_rank, check_same_tokens, check_shards
 from flashspan.context.core import Attend, Core, Options, Scheduled
 from flashspan.context.execute import Plan
 from flashspan.context.generators import GENERATORS, in_chunks
@@ -46,8 +46,8 @@ from flashspan.context.recompute import in_kept_block
 from flashspan.context.settings import STRATEGIES as STRATEGIES
 from flashspan.context.settings import Settings
 from flashspan.context.symmetric import SymmetricTransport, TransportName
-from flashspan.context.transport import GroupTransport
-from flashspan.context.ulysses import Ulysses, all_to_all_tensors, share_heads
+from flashspan.context.transport import ExchangeError, GroupTransport
+from flashspan.context.ulysses import Ulysses, all_gather, share_heads
 from flashspan.context.visibility import Visibility
 from flashspan.kernels.backends import Chosen, choose
 from flashspan.kernels.contract import LocalAttention
@@ -226,7 +226,7 @@ class ContextAttention:
 
     def shard(self, x: Tensor, dim: int) -> Tensor:
         """This rank's shard of a whole tensor."""
-        return self.placement(x.shape[dim]).shard(x, dim, self.rank)
+        return self.placement(x.size(dim)).shard(x, dim, self.rank)
 
     def unshard(self, x: Tensor, dim: int) -> Tensor:
         """The whole tensor from all ranks' shards, on every rank. Not differentiable."""
@@ -240,8 +240,8 @@ class ContextAttention:
         sizes = [size for size, _ in gathered]
         placement = self.placement(sum(sizes))
         rows = [sizes[i : i + self.inner.num_ranks] for i in range(0, len(sizes), self.inner.num_ranks)]
-        row = torch.cat(_all_gather(self.inner, x, rows[self.outer.rank]))
-        whole = torch.cat(_all_gather(self.outer, row, [sum(sizes) for sizes in rows]))
+        row = torch.cat(all_gather(self.inner, x, rows[self.outer.rank]))
+        whole = torch.cat(all_gather(self.outer, row, [sum(sizes) for sizes in rows]))
         return placement.unshard(whole.split(sizes), 0).movedim(0, dim)
 
     def transport(self, device: torch.device | str) -> str:
@@ -283,7 +283,10 @@ class ContextAttention:
                 num = num if num != 1 or declared is None else declared
                 mask = mask_of(mask, q, num, num)
         except ValueError as error:  # perhaps on this rank only: `_compare` raises it on all ranks
-            self._compare(dict.fromkeys(COMPARED, 0), 0, str(error))
+            try:
+                self._compare(dict.fromkeys(COMPARED, 0), 0, str(error))
+            except ExchangeError as failure:  # the others had agreed on this call before: they compare nothing
+                raise error from failure
         num_tokens = mask.num_keys if isinstance(mask, (Rows, Blocks)) else self.settings.num_tokens
         self._check_mask(mask)
         if self._digested[0] is not mask:  # the layers of a model share a mask: hash it once
@@ -352,6 +355,7 @@ class ContextAttention:
             problem = str(error)
         mine = {
             "strategy, layout or options": digest(self.settings.compared()),
+            "kind of device": digest(q.device.type),
             "batch": q.shape[0],
             "query heads": q.shape[1],
             "kv heads": k.shape[1],
@@ -375,9 +379,8 @@ class ContextAttention:
                 raise ValueError(f"all ranks must agree on {name}{shown}; every rank must make the same call")
         sizes = tuple(row[len(COMPARED)] for row in rows)
         num_tokens = sum(sizes) if self.settings.num_tokens is None else self.settings.num_tokens
-        placement = self.placement(num_tokens)
-        if callable(self.settings.layout):
-            check_same_placement(self._gather([digest(repr(placement.ranges))]))
+        make = partial(self.placement, num_tokens)
+        placement = agree_on_placement(make, self._gather) if callable(self.settings.layout) else make()
         check_shards(self.settings.layout, placement, sizes)
         return num_tokens
 
@@ -388,12 +391,3 @@ class ContextAttention:
         for part in self.outer.agree(flat):
             rows += [part[i : i + len(row)] for i in range(0, len(part), len(row))]
         return rows
-
-
-def _all_gather(transport: SymmetricTransport, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Every rank's x [n, ...] in rank order; `sizes` has each rank's n."""
-
-    def shapes(src: int, dst: int) -> Fields:
-        return [((sizes[src], *x.shape[1:]), x.dtype)]
-
-    return [part for (part,) in all_to_all_tensors(transport, [(x,)] * transport.num_ranks, shapes, "shards to join")]

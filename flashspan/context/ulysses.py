@@ -181,3 +181,12 @@ def all_to_all_tensors(
         xs if rank == transport.rank else lay_out(shapes(rank, transport.rank), incoming[rank])[0]
         for rank, xs in enumerate(outgoing)
     ]
+
+
+def all_gather(transport: Transport, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Every rank's x [n, ...] in rank order; `sizes` has each rank's n."""
+
+    def shapes(src: int, dst: int) -> Fields:
+        return [((sizes[src], *x.shape[1:]), x.dtype)]
+
+    return [part for (part,) in all_to_all_tensors(transport, [(x,)] * transport.num_ranks, shapes, "shards to join")]
