@@ -8,8 +8,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
 import pytest
+import torch
 
 import flashspan
 from flashspan.launch import Ranks, send_to_parent
@@ -108,6 +111,10 @@ def test_keywords_take_precedence_over_a_config(tmp_path: Path) -> None:
         (None, {"steps": "many"}, "train.steps must be a whole number: got 'many'"),
         ({"steps": 3}, {}, "write 'train.steps'"),
         (3, {}, "config must be"),
+        ({"train": None}, {}, r"\[train\] is a section of keys: got None"),
+        ({5: {}}, {}, "unknown section 5: choose one of"),
+        ({"train": {"steps": 1}, "train.steps": 2}, {}, "train.steps is given twice in the dictionary"),
+        (None, {"train__steps": 1, "steps": 2}, "train.steps is given twice"),
     ],
 )
 def test_bad_configs_are_refused(config: object, overrides: dict[str, object], message: str) -> None:
@@ -134,8 +141,30 @@ def test_generate_takes_a_model_in_memory() -> None:
     first = flashspan.generate(model, "Once", tokens=5, seed=1)
     assert first.startswith("Once")
     assert first == flashspan.generate(model, "Once", tokens=5, seed=1)
-    with pytest.raises(ValueError, match="tokens must be at least 1: got 0"):
-        flashspan.generate(model, tokens=0)
+    for name, value in (("tokens", 0), ("seed", 1.5), ("seed", True), ("dtype", "float32"), ("dtype", torch.int32),
+                        ("tokenizer", 5), ("device", "nope"), ("prompt", "\udcc3")):  # fmt: skip
+        with pytest.raises(ValueError, match=f"{name} must be") as error:
+            flashspan.generate(model, **{name: value})
+        assert repr(value) in str(error.value)
+
+
+@pytest.mark.timeout(60)
+def test_training_runs_in_a_thread(tmp_path: Path) -> None:
+    """Only the main thread may handle signals."""
+    sizes = {"width": 16, "ffn_width": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}
+    small = {"model": sizes, "data.sequence": 16, "train.batch": 2, "checkpoint": {"folder": tmp_path / "run"}}
+    results = []
+    thread = Thread(target=lambda: results.append(flashspan.train(small, steps=1, context=1, device="cpu")))
+    thread.start()
+    thread.join()
+    assert [result.status for result in results] == ["done"]
+
+
+@pytest.mark.parametrize("callbacks", [None, print, [3]])
+def test_callbacks_are_checked_before_the_run(callbacks: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="callbacks must be a list of functions: got"):
+        flashspan.train(folder=tmp_path / "run", callbacks=callbacks)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_failed_run_is_an_exception(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

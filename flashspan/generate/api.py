@@ -12,6 +12,7 @@ import torch
 from flashspan.data.tokenizer import load_tokenizer
 from flashspan.model import Llama, find_model
 
+from .checks import check_device, check_prompt, check_seed
 from .command import load, stream
 from .decode import decode
 from .sample import Sampling
@@ -26,7 +27,7 @@ def generate(
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int = 0,
-    tokenizer: str = "",
+    tokenizer: str | Path = "",
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> str:
@@ -67,8 +68,13 @@ def generate(
         raise ValueError(f"tokens must be a whole number: got {tokens!r}")
     if tokens < 1:
         raise ValueError(f"tokens must be at least 1: got {tokens}")
-    if not -(2**63) <= seed < 2**64:
-        raise ValueError(f"the seed must fit 64 bits, -2**63 to 2**64 - 1: got {seed}; choose one in this range")
+    check_prompt(prompt)
+    check_seed(seed)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"dtype must be a floating-point torch.dtype: got {dtype!r}; for example torch.bfloat16")
+    if not isinstance(tokenizer, str | Path):
+        raise ValueError(f'tokenizer must be "bytes" or the path of a tokenizer.json: got {tokenizer!r}')
+    tokenizer, place = str(tokenizer), check_device(device)
     sampling = Sampling(temperature, top_k, top_p)
     if isinstance(model, Llama):
         coder = load_tokenizer(tokenizer or "bytes")
@@ -80,7 +86,7 @@ def generate(
             )
         network = model
     else:
-        network, coder, ends = load(find_model(str(model)), tokenizer, device=device, dtype=dtype)
+        network, coder, ends = load(find_model(str(model)), tokenizer, device=place, dtype=dtype)
     start = coder.encode(prompt) or [max(0, coder.end)]
     was_training = network.training
     try:

@@ -27,6 +27,7 @@ from flashspan.model import Llama, find_model, load_llama
 from flashspan.process import LONGEST
 from flashspan.progress import progress
 
+from .checks import check_prompt, check_seed
 from .decode import decode
 from .sample import Sampling
 from .split import Split
@@ -81,14 +82,8 @@ def generate(
         raise ValueError(f"--batch is for the prompts of a --file on one rank: got --batch {batch}; leave it out")
     if prompt and file:
         raise ValueError(f"give --prompt or --file, not both: got {prompt!r} and {file}; add the prompt to the file")
-    if not -(2**63) <= seed < 2**64:
-        raise ValueError(f"the seed must fit 64 bits, -2**63 to 2**64 - 1: got {seed}; choose one in this range")
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:  # bytes of a command line that are not text become lone surrogates
-        raise ValueError(
-            f"the prompt must be UTF-8 text: got {prompt!r}; convert it, for example with iconv"
-        ) from error
+    check_seed(seed)
+    check_prompt(prompt)
     prompts = read_prompts(file) if file else [prompt]
     gpus = torch.cuda.device_count() if device != "cpu" else 0
     if device == "cuda" and gpus < ranks:

@@ -15,7 +15,7 @@ from typing import Any
 from flashspan.checkpoint.format import checkpoints
 
 from . import run
-from .config import TrainConfig
+from .config import SECTIONS, TrainConfig
 from .metrics import StepMetrics, read_metrics
 from .options import KEYS, build, read_toml, unknown_key
 
@@ -86,7 +86,9 @@ def train(
         ```
     """
     whole = configure(config, overrides)
-    called = tuple(callbacks)
+    called = tuple(callbacks) if isinstance(callbacks, Iterable) else (None,)
+    if not all(map(callable, called)):
+        raise ValueError(f"callbacks must be a list of functions: got {callbacks!r}")
 
     def report(metrics: StepMetrics) -> None:
         for callback in called:
@@ -115,19 +117,12 @@ def configure(config: TrainConfig | Mapping[str, Any] | str | Path | None, overr
     if isinstance(config, TrainConfig):
         raw = config.as_dict()
     elif isinstance(config, Mapping):
-        raw = {}
-        for name, value in config.items():
-            section, dot, key = name.partition(".")
-            if not dot and not isinstance(value, Mapping):
-                raise ValueError(
-                    f"a config dictionary has sections or dotted keys: got {name!r}; write {_whole(name)!r}, or pass "
-                    f"{name}= as a keyword"
-                )
-            raw.setdefault(section, {}).update({key: value} if dot else value)
+        raw = _sections(config)
     elif config is None or isinstance(config, str | Path):
         raw = {} if config is None else read_toml(config)
     else:
         raise ValueError(f"config must be a TrainConfig, a dictionary or the path of a TOML file: got {type(config)}")
+    given: dict[str, dict[str, Any]] = {}
     for name, value in overrides.items():
         if callable(value):
             raise ValueError(f"functions are given as callbacks=[...]: got {name}= with a function")
@@ -136,8 +131,31 @@ def configure(config: TrainConfig | Mapping[str, Any] | str | Path | None, overr
                 f"a section is given in config=: got {name}= with a dictionary; write train({{{name!r}: ...}})"
             )
         section, _, key = _whole(name).partition(".")
-        raw.setdefault(section, {})[key] = str(value) if isinstance(value, Path) else value
+        if key in given.setdefault(section, {}):
+            raise ValueError(f"{section}.{key} is given twice: as {name}= and as another keyword; give it once")
+        given[section][key] = value
+    for section, values in given.items():
+        raw[section] = {**raw.get(section, {}), **values}
     return build(raw)
+
+
+def _sections(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The sections of a dictionary of sections and dotted keys."""
+    raw: dict[str, dict[str, Any]] = {}
+    for name, value in config.items():
+        section, dot, key = str(name).partition(".")
+        if not dot and not isinstance(value, Mapping):
+            if section in SECTIONS:
+                raise ValueError(f"[{section}] is a section of keys: got {value!r}; give it a dictionary")
+            raise ValueError(
+                f"a config dictionary has sections or dotted keys: got {name!r}; write {_whole(section)!r}, or pass "
+                f"{name}= as a keyword"
+            )
+        values, found = {key: value} if dot else value, raw.setdefault(section, {})
+        if twice := sorted(set(values) & set(found)):
+            raise ValueError(f"{section}.{twice[0]} is given twice in the dictionary; give it once")
+        found.update(values)
+    return raw
 
 
 def _whole(name: str) -> str:

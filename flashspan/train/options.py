@@ -229,7 +229,7 @@ def convert(key: str, value: Any) -> Any:
         if isinstance(value, Typed) and kind is not str:
             words = {"true": True, "false": False}
             return words[value.lower()] if kind is bool else kind(value)
-        if kind is str and isinstance(value, str):
+        if kind is str and isinstance(value, str | Path):
             return str(value)
         if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
             return float(value)

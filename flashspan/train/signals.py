@@ -19,7 +19,13 @@ REPEAT = 1.0
 
 @contextlib.contextmanager
 def _handle(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Handle the signals that stop a run. SIGHUP comes when the terminal is closed; under nohup it stays ignored."""
+    """Handle the signals that stop a run. SIGHUP comes when the terminal is closed; under nohup it stays ignored.
+
+    Python allows handlers in the main thread only: `flashspan.train` in another thread leaves signals to the program.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     kinds = [kind for kind in STOPS if kind != signal.SIGHUP or signal.getsignal(kind) != signal.SIG_IGN]
 
     def handle(kind: int, frame: Any) -> None:
