@@ -29,9 +29,10 @@ def check_dense(visible: Tensor) -> Tensor:
             kind, remedy = str(visible.dtype), "use mask.bool(), or mask.isfinite() if it is an additive one"
         raise ValueError(f"a mask tensor must be bool, True where visible: got {kind}; {remedy}")
     if visible.layout != torch.strided or visible.is_meta:
+        remedy = "give one with values, on the CPU" if visible.is_meta else "use mask.to_dense()"
         raise ValueError(
             f"a mask tensor must be dense, on a device that holds data: got {visible.layout} on {visible.device}; "
-            f"use mask.to_dense()"
+            f"{remedy}"
         )
     if visible.dim() not in (2, 3, 4):
         raise ValueError(f"a mask tensor must be [T, S], [H, T, S] or [B, H, T, S]: got {tuple(visible.shape)}")
