@@ -8,6 +8,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import itertools
+import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -111,8 +112,9 @@ def _talk_on_ranks(num_ranks: int, backend: str, *args: Any) -> None:
         try:
             pool.run(talk, *args, timeout=LONGEST)
         except RankError as error:
-            if "\nBrokenPipeError: " in str(error):
-                raise BrokenPipeError from error
+            # As with one rank: stdout is a full disk, or its reader has ended (OSError makes that a BrokenPipeError).
+            if error.first and (found := re.fullmatch(r"\w+: \[Errno (\d+)\] (.+)", error.first.error)):
+                raise OSError(int(found[1]), found[2]) from error
             raise_user_error(error)
             raise
 

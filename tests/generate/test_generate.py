@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import resource
 import signal
 import subprocess
 import sys
+import traceback
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +25,7 @@ from flashspan.checkpoint import format as checkpoint
 from flashspan.data.tokenizer import ByteTokenizer, load_tokenizer
 from flashspan.generate import Cache, Sampling, decode, generate, load
 from flashspan.generate.command import AROUND, read_prompts, stream
+from flashspan.launch import RankError, RankFailure
 from flashspan.model import Llama, LlamaConfig, RopeScaling, preset, save_llama, save_state
 
 CONFIGS = {
@@ -224,14 +230,14 @@ def test_ctrl_c_ends_the_text_without_a_traceback(tmp_path: Path, monkeypatch: p
     assert generate(str(tmp_path), prompt="a") == 130
 
 
-def start_talking(folder: Path, num_tokens: int, ranks: int, **options: int) -> subprocess.Popen[bytes]:
+def start_talking(folder: Path, num_tokens: int, ranks: int, **options: Any) -> subprocess.Popen[bytes]:
     """Start the command with a tiny model in a process of its own, with two lines as prompts."""
     model = Llama(preset("tiny", vocab_size=257, num_layers=1), attention=attention)
     model.initialize(0)
     save_llama(model, folder)
     words = ["generate", str(folder), "--prompt", "one\ntwo", "--tokens", str(num_tokens), "--device", "cpu"]
     command = [sys.executable, "-m", "flashspan.cli", *words, "--ranks", str(ranks)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, **options)
+    return subprocess.Popen(command, **{"stdout": subprocess.PIPE, **options})
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -287,6 +293,31 @@ def test_a_reader_that_leaves_ends_the_text_quietly(tmp_path: Path, ranks: int) 
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 141
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.timeout(100)
+def test_a_full_disk_is_one_line(tmp_path: Path, ranks: int) -> None:
+    with Path("/dev/full").open("wb") as full:
+        process = start_talking(tmp_path, 20, ranks, stdout=full, stderr=subprocess.PIPE)
+        _, said = process.communicate(timeout=90)
+    assert (process.returncode, said) == (2, b"flashspan: No space left on device\n")
+
+
+@pytest.mark.parametrize(("number", "kind"), [(errno.ENOSPC, OSError), (errno.EPIPE, BrokenPipeError)])
+def test_an_output_error_of_a_rank_is_that_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[OSError]
+) -> None:
+    text = traceback.format_exception_only(OSError(number, os.strerror(number)))[0].strip()
+    ranks = mock.MagicMock()
+    ranks.return_value.__enter__.return_value.run.side_effect = RankError("rank 0", RankFailure(0, text, "Traceback"))
+    ranks.return_value.__exit__.return_value = False
+    monkeypatch.setattr("flashspan.generate.command.Ranks", ranks)
+    save_llama(Llama(preset("tiny", vocab_size=257, num_layers=1), attention=attention), tmp_path)
+    with pytest.raises(OSError, match=os.strerror(number)) as caught:
+        generate(str(tmp_path), prompt="a", ranks=2, device="cpu")
+    assert caught.type is kind
+    assert caught.value.strerror == os.strerror(number)
 
 
 def test_a_prompt_that_is_refused_is_not_printed(
