@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -31,28 +30,40 @@ def choose(config: TrainConfig, file: TokenFile, *, say: Callable[[str], None]) 
         if (fault := misfit(path, config, file)) is not None:
             raise ValueError(fault)
     elif lost := checkpoint.checkpoints(folder):
-        faults = "; ".join(f"{each.name}: {checkpoint.damage(each)}" for each in lost)
-        raise ValueError(
-            f"every checkpoint in {folder} is damaged ({faults}): restore one, choose another "
-            "checkpoint.folder, or start over and replace them with --checkpoint.resume false"
-        )
+        raise _all_damaged(folder, [f"{each.name}: {checkpoint.damage(each)}" for each in lost])
     return path
 
 
 def refuse_folder(config: TrainConfig) -> None:
-    """ValueError if another run is at work in the folder, or if its newest checkpoint is of another run.
+    """ValueError if another run is at work in the folder, if its newest undamaged checkpoint is of another run, or if
+    no checkpoint can be read. Writes nothing.
 
-    The hashes of a checkpoint are compared only if it does not fit: `choose` reads all of it.
+    The hashes of a checkpoint are compared only if it cannot be read or does not fit: `choose` reads all of it.
     """
     folder = Path(config.checkpoint.folder)
     refuse_locked(folder)
     found = checkpoint.checkpoints(folder) if config.checkpoint.resume else []
-    if found:
-        fault = None
-        with contextlib.suppress(ValueError, OSError):  # a damaged one: `choose` reports it
-            fault = misfit(found[-1], config, open_samples(config)[0].file)
-        if fault is not None and checkpoint.damage(found[-1]) is None:
+    if not found:
+        return
+    file, faults = open_samples(config)[0].file, list[str]()
+    for path in reversed(found):
+        try:
+            fault = misfit(path, config, file)
+        except (ValueError, OSError) as error:
+            fault = str(error)
+        if fault is None:
+            return
+        if (damage := checkpoint.damage(path)) is None:
             raise ValueError(fault)
+        faults.insert(0, f"{path.name}: {damage}")
+    raise _all_damaged(folder, faults)
+
+
+def _all_damaged(folder: Path, faults: list[str]) -> ValueError:
+    return ValueError(
+        f"every checkpoint in {folder} is damaged ({'; '.join(faults)}): restore one, choose another "
+        "checkpoint.folder, or start over and replace them with --checkpoint.resume false"
+    )
 
 
 def misfit(path: Path, config: TrainConfig, file: TokenFile) -> str | None:

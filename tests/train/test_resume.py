@@ -15,10 +15,11 @@ from flashspan.data.tokenizer import ByteTokenizer
 from flashspan.data.tokens import write_tokens
 from flashspan.launch import RankError
 from flashspan.manifest import write_manifest
-from flashspan.train import TrainConfig, loop
+from flashspan.train import TrainConfig, loop, train
 from flashspan.train.config import AttentionSection
 from flashspan.train.loop import DONE, Trainer
 from flashspan.train.metrics import read_metrics
+from flashspan.train.resume import refuse_folder
 from flashspan.train.run import run_rank
 from tests.train.cases import ConfigOf, OnRanks, assert_same_bits, final_state
 
@@ -113,6 +114,34 @@ def test_a_checkpoint_of_another_run_is_refused(on_ranks: OnRanks, config_of: Co
     on_ranks(1, run_rank, config_of("--train.steps=1", "--parallel.context=1"))
     with pytest.raises(RankError, match=says):
         on_ranks(1, run_rank, config_of("--train.steps=1", "--parallel.context=1", *change.split()))
+
+
+def test_a_folder_without_a_readable_checkpoint_is_refused_before_ranks_start(
+    config_of: ConfigOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of("--parallel.context=1", "--train.steps=1")
+    folder = Path(config.checkpoint.folder)
+    (folder / "step-00000009").mkdir(parents=True)
+    (folder / "step-00000002").write_text("no folder at all")
+    monkeypatch.setattr("flashspan.train.run._start", lambda *args: pytest.fail("ranks were started"))
+    says = r"every checkpoint in .* \(step-00000002: .*; step-00000009: .*manifest\.json is missing\): restore"
+    with pytest.raises(ValueError, match=says):
+        train(config)
+    assert sorted(path.name for path in folder.rglob("*")) == ["step-00000002", "step-00000009"]
+
+
+def test_a_checkpoint_before_a_damaged_one_is_refused_or_left_to_the_ranks(
+    on_ranks: OnRanks, config_of: ConfigOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["--train.steps=1", "--parallel.context=1"]
+    on_ranks(1, run_rank, config_of(*options))
+    (Path(config_of(*options).checkpoint.folder) / "step-00000009").mkdir()
+    with pytest.raises(ValueError, match=r"step-00000001 is of a run with other samples .* \(seed was 0, is 5\)"):
+        refuse_folder(config_of(*options, "--train.seed=5"))
+    hashed: list[Path] = []
+    monkeypatch.setattr("flashspan.manifest.hash_file", hashed.append)
+    refuse_folder(config_of(*options))
+    assert not hashed
 
 
 def notes_of_resuming(config: TrainConfig) -> list[str]:
