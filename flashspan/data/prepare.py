@@ -218,7 +218,7 @@ def _end_of_piece(text: str, at: int, coder: Tokenizer) -> int:
 @contextmanager
 def parts_folder(folder: Path, plan: dict[str, Any]) -> Iterator[Path]:
     """A folder for finished parts. If this process is killed, the folder stays; a run with the same plan reuses it."""
-    created = not folder.exists()
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
     with locked_folder(make_folder(folder, "--folder"), "--folder"):
         (folder / WHOLE).unlink(missing_ok=True)
         work = folder / WORK
@@ -234,7 +234,8 @@ def parts_folder(folder: Path, plan: dict[str, Any]) -> Iterator[Path]:
             if created:
                 (folder / LOCK).unlink(missing_ok=True)
                 with suppress(OSError):  # no longer empty
-                    folder.rmdir()
+                    for path in created:
+                        path.rmdir()
             raise
         shutil.rmtree(work)
 

@@ -225,8 +225,9 @@ def test_an_interrupted_run_resumes_with_the_missing_parts(
 
 def test_bad_input_does_not_remove_files_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n[]\n')
+    (tmp_path / "old").mkdir()
     for notes in ([], ["notes.txt"]):
-        folder = tmp_path / f"new{len(notes)}"
+        folder = tmp_path / "old" / f"new{len(notes)}" / "data"
         real = command.encode_part
 
         def encode(*args: Any, folder: Path = folder, notes: list[str] = notes, real: Any = real) -> None:
@@ -239,7 +240,8 @@ def test_bad_input_does_not_remove_files_of_others(tmp_path: Path, monkeypatch: 
             prepare([str(tmp_path / "a.jsonl")], folder=str(folder), processes=1)
         monkeypatch.setattr(command, "encode_part", real)
         assert [path.name for path in folder.glob("*")] == notes
-        assert folder.exists() == bool(notes)
+        assert folder.parent.exists() == bool(notes)
+    assert [path.name for path in (tmp_path / "old").iterdir()] == ["new1"]
 
 
 def test_a_part_is_on_the_disk_before_it_counts(lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
