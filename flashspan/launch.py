@@ -32,6 +32,7 @@ import torch.distributed as dist
 
 from flashspan import scratch
 from flashspan.process import die_with, wait_for_end
+from flashspan.stdout import open_stdout
 
 PRELOAD = ["flashspan.launch"]
 """The modules that the fork server imports by default, so that ranks start quickly."""
@@ -324,6 +325,7 @@ def _serve(
     if not os.path.isdir(folder):  # the parent has already ended these ranks
         os._exit(1)
     sys.path[:] = path
+    open_stdout()
     torch.set_num_threads(threads)
     use_loopback()
     if backend == "gloo":
@@ -350,9 +352,7 @@ def _serve(
 def _absent_ranks(store: dist.Store, num_ranks: int, timeout: float) -> str | None:
     """A message with the ranks that had not started when the others timed out; None if all had."""
     absent = [str(rank) for rank in range(num_ranks) if not store.check([f"{HERE}/{rank}"])]
-    if not absent:
-        return None
-    return f"rank {', '.join(absent)} did not start within {timeout:g} s: stalled or dead"
+    return f"rank {', '.join(absent)} did not start within {timeout:g} s: stalled or dead" if absent else None
 
 
 def use_loopback() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import stat
 import sys
@@ -11,7 +12,10 @@ from typing import IO, Any, cast
 
 
 def open_stdout() -> None:
-    """If the parent process has closed stdout (`>&-`), make the null device stdout, also of processes started later."""
+    """If the parent process has closed stdout (`>&-`), make the null device stdout, also of processes started later.
+    Characters that the encoding of stdout does not have are escaped, as on stderr."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
     if sys.stdout is None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         os.set_inheritable(1, True)

@@ -18,7 +18,7 @@ ALLOWED = {
     "files": set(),
     "lock": set(),
     "manifest": {"files"},
-    "launch": {"scratch", "process"},
+    "launch": {"scratch", "process", "stdout"},
     "process": set(),
     "callable_module": set(),
     "scratch": set(),

@@ -245,6 +245,14 @@ def test_no_stdout_is_no_error() -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_text_that_the_encoding_of_stdout_lacks_is_escaped(encoding: str) -> None:
+    code = "import sys; from flashspan import cli; cli._run = lambda _: print('\\u2019') or 0; sys.exit(cli.main())"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONIOENCODING": encoding}, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"\\u2019\n", b"")
+
+
 def test_a_pipe_closed_during_a_table_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A library prints tables, and it ends the process in its own way."""
     given, taken = os.pipe()

@@ -236,6 +236,21 @@ def stall_or_die() -> None:
     os._exit(3)
 
 
+PRINTS = """
+from flashspan.launch import Ranks
+if __name__ == "__main__":
+    with Ranks(1) as ranks:
+        ranks.run(print, "r é")
+"""
+
+
+@pytest.mark.timeout(100)
+def test_ranks_escape_what_the_encoding_of_stdout_lacks() -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", PRINTS], capture_output=True, timeout=90, env=environment, check=True)
+    assert done.stdout == b"r \\xe9\n"
+
+
 LEAVES = """
 import signal
 from flashspan.launch import PRELOAD, Ranks, start_fork_server
