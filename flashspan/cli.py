@@ -315,7 +315,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Entry point. Bad input prints one line and exits with 2, a failed rank with 1, Ctrl-C and SIGTERM with 130."""
     words = sys.argv[1:] if arguments is None else arguments
     open_stdout()
-    before = signal.getsignal(signal.SIGTERM)
+    before = {kind: signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGINT)}
     try:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that ranks and folders are cleaned up
         try:
@@ -340,10 +340,13 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"flashspan: {error.report}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as stop:
+        for kind in before:  # a second signal would end what follows with a traceback
+            signal.signal(kind, signal.SIG_IGN)
         print(f"flashspan: {str(stop) or 'stopped; what was written stays'}", file=sys.stderr)
         return 130
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,19 @@
 """The command line: its output, and its errors for bad input."""
 
 import inspect
+import io
 import os
 import signal
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
 
+from flashspan import cli
 from flashspan.bench.report.tables import Table, show_tables
 from flashspan.cli import BENCHES, CLOSED_PIPE, COMMANDS, PLAN_DRAW, PREFLIGHT, Command, flowing, main
 from flashspan.commands import check
@@ -284,6 +287,23 @@ def test_ctrl_c_during_the_imports_leaves_no_traceback() -> None:
     done = subprocess.run([sys.executable, "-c", code, "plan", "tiny"], cwd=ROOT, capture_output=True, check=False)
     assert done.stderr == b""
     assert done.returncode == -signal.SIGINT
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_during_the_last_cleanup_leaves_no_traceback(
+    kind: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stderr(io.StringIO):
+        def write(self, text: str) -> int:
+            os.kill(os.getpid(), kind)
+            return super().write(text)
+
+    monkeypatch.setattr(sys, "stderr", Stderr())
+    monkeypatch.setattr(cli, "_run", lambda words: os.kill(os.getpid(), kind) or time.sleep(10))
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    assert main([]) == 130
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
+    assert sys.stderr.getvalue() == "flashspan: stopped; what was written stays\n"
 
 
 def test_help_of_training_benchmarks_lists_its_parts(capsys: pytest.CaptureFixture[str]) -> None:
