@@ -23,7 +23,7 @@ from tyro.conf import Positional
 import flashspan
 from flashspan.completion import SHELLS, read_options, write_script
 from flashspan.signatures import read_doc, read_signature, read_types
-from flashspan.stdout import discard_stdout, open_stdout
+from flashspan.stdout import discard_stdout, discard_terminal, open_stdout
 
 
 def bench() -> int:
@@ -311,13 +311,22 @@ def _first_part(box: str) -> str:
     return f"{text[:1].lower()}{text[1:]}".rstrip(".")
 
 
+def _hang_up(kind: int, frame: Any) -> None:
+    """End the command like Ctrl-C: its terminal was closed."""
+    discard_terminal()
+    raise KeyboardInterrupt
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point. Bad input prints one line and exits with 2, a failed rank with 1, Ctrl-C and SIGTERM with 130."""
+    """Entry point. Bad input prints one line and exits with 2, a failed rank with 1, Ctrl-C, SIGTERM and SIGHUP with
+    130."""
     words = sys.argv[1:] if arguments is None else arguments
     open_stdout()
-    before = {kind: signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGINT)}
+    before = {kind: signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
     try:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that ranks and folders are cleaned up
+        if before[signal.SIGHUP] != signal.SIG_IGN:  # under nohup it stays ignored
+            signal.signal(signal.SIGHUP, _hang_up)
         try:
             return _run(words)
         finally:

@@ -292,11 +292,11 @@ def joined(timeout: float) -> Iterator[str]:
         dist.destroy_process_group()
 
 
-def start_fork_server(modules: list[str], *, blocked: Iterable[signal.Signals] = (signal.SIGINT,)) -> None:
+def start_fork_server(modules: list[str], *, blocked: Iterable[int] = (signal.SIGINT, signal.SIGHUP)) -> None:
     """Start the fork server, unless it is running, with these signals blocked in it and in its children.
 
-    Ctrl-C is sent to every process of a terminal. The parent handles it and ends the others; the fork server would
-    print a traceback of its imports.
+    Ctrl-C, and SIGHUP when a terminal is closed, are sent to every process of a terminal. The parent handles them and
+    ends the others. The fork server would print a traceback of its imports, or leave the scratch folder.
     """
     forkserver.set_forkserver_preload(modules)
     resource_tracker.ensure_running()  # it unblocks these signals when it starts

@@ -306,6 +306,20 @@ def test_a_second_signal_during_the_last_cleanup_leaves_no_traceback(
     assert sys.stderr.getvalue() == "flashspan: stopped; what was written stays\n"
 
 
+HUNG_UP = """
+import os, signal, sys
+from flashspan import cli
+cli._run = lambda words: os.kill(os.getpid(), signal.SIGHUP) or 7
+sys.exit(cli.main())
+"""
+
+
+@pytest.mark.parametrize(("prefix", "code"), [([], 130), (["nohup"], 7)])
+def test_a_closed_terminal_ends_a_command_with_cleanup_unless_ignored(prefix: list[str], code: int) -> None:
+    done = subprocess.run([*prefix, sys.executable, "-c", HUNG_UP], capture_output=True, check=False)
+    assert (done.returncode, b"stopped" in done.stderr) == (code, not prefix)
+
+
 def test_help_of_training_benchmarks_lists_its_parts(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["bench", "training", "--help"])

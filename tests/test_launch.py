@@ -165,12 +165,12 @@ def test_a_death_between_two_calls_is_named() -> None:
         assert gone(pids[0])
 
 
-def test_ctrl_c_waits_while_the_fork_server_imports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C reaches every process of a terminal. Only the parent reacts, and no import prints a traceback."""
+def test_ctrl_c_and_sighup_wait_while_the_fork_server_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both reach every process of a terminal. Only the parent reacts, and no import prints a traceback."""
     seen: list[set[Any]] = []
     monkeypatch.setattr(forkserver, "ensure_running", lambda: seen.append(signal.pthread_sigmask(signal.SIG_BLOCK, [])))
     start_fork_server(launch.PRELOAD)
-    assert seen == [{signal.SIGINT}]
+    assert seen == [{signal.SIGINT, signal.SIGHUP}]
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 

@@ -70,6 +70,20 @@ def test_a_killed_process_leaves_nothing_in_the_temporary_folder(temporary: Path
 
 
 @LINUX
+@pytest.mark.timeout(100)
+def test_a_closed_terminal_leaves_nothing_in_the_temporary_folder(temporary: Path) -> None:
+    parent, processes = start_command(temporary)
+    try:
+        for name in ("fork server", "rank", "parent"):  # the system signals all processes of the terminal
+            os.kill(processes[name], signal.SIGHUP)
+        parent.communicate(timeout=30)
+        assert wait_until_empty(temporary) == []
+    finally:
+        parent.kill()
+        parent.communicate()
+
+
+@LINUX
 @pytest.mark.slow
 def test_what_is_left_when_all_are_killed_is_removed_by_the_next_command(temporary: Path) -> None:
     first, processes = start_command(temporary)
