@@ -52,35 +52,33 @@ def wait_until_empty(folder: Path, seconds: float = 10.0) -> list[str]:
     return left
 
 
+def assert_nothing_left(temporary: Path, kind: signal.Signals, names: list[str]) -> None:
+    """Start a command, send a signal to some of its processes, and compare what is left with nothing."""
+    parent, processes = start_command(temporary)
+    try:
+        (folder,) = temporary.iterdir()
+        assert folder.name.startswith(scratch.PREFIX)
+        for name in names:
+            os.kill(processes[name], kind)
+        parent.communicate(timeout=30)
+        assert wait_until_empty(temporary) == []
+    finally:
+        parent.kill()
+        parent.communicate()
+
+
 @LINUX
 @pytest.mark.parametrize(
     "victim", ["parent", *(pytest.param(w, marks=pytest.mark.slow) for w in ("rank", "fork server"))]
 )
 def test_a_killed_process_leaves_nothing_in_the_temporary_folder(temporary: Path, victim: str) -> None:
-    parent, processes = start_command(temporary)
-    try:
-        (folder,) = temporary.iterdir()
-        assert folder.name.startswith(scratch.PREFIX)
-        os.kill(processes[victim], signal.SIGKILL)
-        parent.communicate(timeout=30)
-        assert wait_until_empty(temporary) == []
-    finally:
-        parent.kill()
-        parent.communicate()
+    assert_nothing_left(temporary, signal.SIGKILL, [victim])
 
 
 @LINUX
 @pytest.mark.timeout(100)
 def test_a_closed_terminal_leaves_nothing_in_the_temporary_folder(temporary: Path) -> None:
-    parent, processes = start_command(temporary)
-    try:
-        for name in ("fork server", "rank", "parent"):  # the system signals all processes of the terminal
-            os.kill(processes[name], signal.SIGHUP)
-        parent.communicate(timeout=30)
-        assert wait_until_empty(temporary) == []
-    finally:
-        parent.kill()
-        parent.communicate()
+    assert_nothing_left(temporary, signal.SIGHUP, ["fork server", "rank", "parent"])  # all processes of the terminal
 
 
 @LINUX

@@ -35,7 +35,7 @@ def agree_on_placement(make: Callable[[], Placement], gather: Callable[[Sequence
     problem, placement, failure = "", None, None
     try:
         placement = make()
-    except Exception as error:
+    except Exception as error:  # a user's function may raise anything; the other ranks must not wait for this one
         failure = error
         problem = str(error) if isinstance(error, ValueError) else f"the layout function failed: {error!r}"
     rows = gather([digest(repr(placement and placement.ranges)), *encode(problem)])

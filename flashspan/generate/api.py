@@ -44,8 +44,8 @@ def generate(
         top_k: Sample from the k most probable tokens only; 0 for all.
         top_p: Sample from the most probable tokens that together have this probability.
         seed: Random seed for sampling.
-        tokenizer: "bytes" or the path of a tokenizer.json; by default the one of the folder, and for a `Llama` in
-            memory "bytes".
+        tokenizer: "bytes", "tales" or the path of a tokenizer.json; by default the one of the folder, and for a
+            `Llama` in memory "bytes".
         device: Device for a model that is read from a folder.
         dtype: Dtype of the weights of a model that is read from a folder.
 
@@ -73,7 +73,7 @@ def generate(
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"dtype must be a floating-point torch.dtype: got {dtype!r}; for example torch.bfloat16")
     if not isinstance(tokenizer, str | Path):
-        raise ValueError(f'tokenizer must be "bytes" or the path of a tokenizer.json: got {tokenizer!r}')
+        raise ValueError(f'tokenizer must be "bytes", "tales" or the path of a tokenizer.json: got {tokenizer!r}')
     tokenizer, place = str(tokenizer), check_device(device)
     sampling = Sampling(temperature, top_k, top_p)
     if isinstance(model, Llama):

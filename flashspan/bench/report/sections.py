@@ -26,7 +26,7 @@ from flashspan.bench.report.workloads import PARTS, Workload, by_place, setting_
 from flashspan.bench.suites import context, model
 from flashspan.bench.suites.context_rank import ALONE
 from flashspan.bench.suites.data import WIRE, bench_data
-from flashspan.bench.suites.data_contenders import CONTENDERS
+from flashspan.bench.suites.data_strategies import STRATEGIES
 from flashspan.bench.suites.study import bench_study
 from flashspan.context.draw import draw_ownership, draw_timeline
 from flashspan.context.generators import GENERATORS
@@ -293,7 +293,7 @@ def of_data(rows: Sequence[Row]) -> Section | None:
             bench_data,
             ranks=every(row.ranks for row in here),
             **(_data_sizes(only(row.shape for row in here)) or {}),
-            only=tuple(name for name in CONTENDERS if any(row.impl == name for row in here)) or None,
+            only=tuple(name for name in STRATEGIES if any(row.impl == name for row in here)) or None,
         )
         section.commands.append(command_line)
         section.tables.append(make(f"a step{where}", here, columns))

@@ -25,7 +25,7 @@ from flashspan.bench.measure.ledger import Ledger, Transformer, predict
 from flashspan.bench.measure.memory import free_bytes
 from flashspan.bench.measure.record import Row
 from flashspan.bench.report.tables import Table, make, show_tables
-from flashspan.bench.suites.data_contenders import CONTENDERS, SIZES, SPLIT_BY, WINDOW, prepare
+from flashspan.bench.suites.data_strategies import SIZES, SPLIT_BY, STRATEGIES, WINDOW, prepare
 from flashspan.launch import Ranks
 from flashspan.parallel import DataParallel
 from flashspan.progress import progress
@@ -217,7 +217,7 @@ def bench_data(
     heads: int = SIZES.num_heads,
     kv_heads: int = SIZES.num_kv_heads,
     window: int = WINDOW,
-    only: tuple[str, ...] = CONTENDERS,
+    only: tuple[str, ...] = STRATEGIES,
     folder: Path = record.FOLDER,
 ) -> int:
     """A training step under every strategy of data, optimizer, context and tensor parallelism, in one run.
@@ -240,9 +240,9 @@ def bench_data(
         only: Strategies to measure.
         folder: Folder for the rows.
     """
-    unknown = [name for name in only if name not in CONTENDERS]
+    unknown = [name for name in only if name not in STRATEGIES]
     if unknown or not only:
-        raise ValueError(f"--only takes {', '.join(CONTENDERS)}: got {', '.join(unknown) or 'none'}")
+        raise ValueError(f"--only takes {', '.join(STRATEGIES)}: got {', '.join(unknown) or 'none'}")
     if not ranks or min(ranks) < 1 or max(ranks) > 8 or batch < 1:
         shown = " ".join(map(str, ranks)) or "none"
         raise ValueError(f"bench data needs 1 to 8 ranks and 1 sequence: got {shown} ranks and {batch} sequences")

@@ -65,7 +65,7 @@ Flex = Literal["none", "some", "all"]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-class Contender(NamedTuple):
+class Implementation(NamedTuple):
     """An implementation. `make` prepares it. If `instead_of` names another, it is tried only if that was refused."""
 
     name: str
@@ -93,14 +93,14 @@ class DeviceLost(Exception):
         self.name = name
 
 
-def contenders(
+def implementations(
     shape: RandomShape,
     device: torch.device,
     dtype: torch.dtype = torch.bfloat16,
     *,
     flex: bool = False,
     backends: dict[str, SDPBackend] = BACKENDS,
-) -> list[Contender]:
+) -> list[Implementation]:
     """The implementations in PyTorch that may support this shape (see the note)."""
     found = []
     for name, backend in backends.items():
@@ -112,11 +112,11 @@ def contenders(
         def make(masked: bool = masked, expanded: bool = False) -> Attend:
             return _sdpa(shape, bias_of(shape, device, dtype) if masked else None, expanded)
 
-        found.append(Contender(name, make, backend))
+        found.append(Implementation(name, make, backend))
         if shape.H != shape.K and 8 * shape.B * shape.H * shape.S * shape.D <= MOST_EXPANDED:
-            found.append(Contender(f"{name}-expanded", lambda make=make: make(expanded=True), backend, name))  # type: ignore[misc]
+            found.append(Implementation(f"{name}-expanded", lambda make=make: make(expanded=True), backend, name))  # type: ignore[misc]
     if flex and shape.T * shape.S <= 8 * MOST_PAIRS:
-        found.append(Contender("flex", lambda: _flex(shape, device)))
+        found.append(Implementation("flex", lambda: _flex(shape, device)))
     return found
 
 
@@ -168,15 +168,15 @@ def passes(attend: Attend, inputs: Inputs) -> dict[str, Callable[[], object]]:
     return calls
 
 
-def prepare(contender: Contender, inputs: Inputs, shape: RandomShape) -> tuple[Attend, float, float]:
-    """Run all passes of a contender; return its function, the error of its output and the MiB it allocated. Raises what
-    the implementation raises, and ValueError for a wrong output."""
+def prepare(implementation: Implementation, inputs: Inputs, shape: RandomShape) -> tuple[Attend, float, float]:
+    """Run all passes of an implementation; return its function, the error of its output and the MiB it allocated.
+    Raises what the implementation raises, and ValueError for a wrong output."""
     q, k, v, _ = inputs
     before = torch.cuda.memory_allocated() if q.is_cuda else 0
     if q.is_cuda:
         torch.cuda.reset_peak_memory_stats()
-    with contender.context():
-        attend = contender.make()
+    with implementation.context():
+        attend = implementation.make()
         for call in passes(attend, inputs).values():
             call()
         peak = (torch.cuda.max_memory_allocated() - before) / 2**20 if q.is_cuda else math.nan
@@ -188,22 +188,22 @@ def prepare(contender: Contender, inputs: Inputs, shape: RandomShape) -> tuple[A
 
 
 def ready(
-    candidates: Iterable[Contender], inputs: Inputs, shape: RandomShape
-) -> tuple[dict[Contender, tuple[Attend, float, float]], dict[str, str]]:
-    """The contenders that support the shape, with the results of `prepare`; and the others' names and refusals."""
-    serving: dict[Contender, tuple[Attend, float, float]] = {}
+    candidates: Iterable[Implementation], inputs: Inputs, shape: RandomShape
+) -> tuple[dict[Implementation, tuple[Attend, float, float]], dict[str, str]]:
+    """The implementations that support the shape, with the results of `prepare`; and the others' names and refusals."""
+    serving: dict[Implementation, tuple[Attend, float, float]] = {}
     refusals: dict[str, str] = {}
-    for contender in candidates:
-        if contender.instead_of and contender.instead_of not in refusals:
+    for implementation in candidates:
+        if implementation.instead_of and implementation.instead_of not in refusals:
             continue
         try:
             with warnings.catch_warnings():
-                if contender.name != OURS:  # PyTorch explains each refusal in several warnings
+                if implementation.name != OURS:  # PyTorch explains each refusal in several warnings
                     warnings.simplefilter("ignore")
-                serving[contender] = prepare(contender, inputs, shape)
+                serving[implementation] = prepare(implementation, inputs, shape)
         except Exception as error:
-            refusals[contender.name] = _one_line(error)
-            _check_device(inputs.q.device, contender.name, refusals[contender.name])
+            refusals[implementation.name] = _one_line(error)
+            _check_device(inputs.q.device, implementation.name, refusals[implementation.name])
     return serving, refusals
 
 
@@ -223,12 +223,12 @@ def _check_device(device: torch.device, name: str, refusal: str) -> None:
 
 
 def time_in_turns(
-    serving: dict[Contender, Attend], kind: str, inputs: Inputs, budget_ms: float = BUDGET_MS
+    serving: dict[Implementation, Attend], kind: str, inputs: Inputs, budget_ms: float = BUDGET_MS
 ) -> dict[str, Samples]:
-    """The times of one pass, by name. Ours and the contenders near the fastest one have all rounds of samples, in
+    """The times of one pass, by name. Ours and the implementations near the fastest one have all rounds of samples, in
     turns, with cold caches; the slower ones have only the first samples."""
-    contexts = {contender.name: contender.context for contender in serving}
-    calls = {contender.name: passes(attend, inputs)[kind] for contender, attend in serving.items()}
+    contexts = {implementation.name: implementation.context for implementation in serving}
+    calls = {implementation.name: passes(attend, inputs)[kind] for implementation, attend in serving.items()}
     device = inputs.q.device
     trials = cold_samples(calls, TRIALS, device, contexts)
     last = BEHIND * min((min(times.device) for name, times in trials.items() if name != OURS), default=0.0)
@@ -258,8 +258,8 @@ def measure(
     sizes = ((shape.H, shape.T), (shape.K, shape.S), (shape.K, shape.S))
     q, k, v = (random(*size).requires_grad_(shape.trains) for size in sizes)
     inputs, mask = Inputs(q, k, v, random(shape.H, shape.T)), shape.mask()
-    ours = Contender(OURS, lambda: lambda q, k, v: attention(q, k, v, mask=mask))
-    others = contenders(shape, device, dtype, flex=flex, backends=backends)
+    ours = Implementation(OURS, lambda: lambda q, k, v: attention(q, k, v, mask=mask))
+    others = implementations(shape, device, dtype, flex=flex, backends=backends)
     serving, refusals = ready([ours, *others], inputs, shape)
     more = {**more, "classes": list(shape.classes())}
     ours_more = {**more, "backend": explain(q, k, v, mask=mask).name}
@@ -273,21 +273,21 @@ def measure(
             rows.append(record.row(where, **named, impl=OURS, kind=kind, status=failed, more=ours_more))
         if not serving:
             continue
-        times = time_in_turns({contender: found[0] for contender, found in serving.items()}, kind, inputs, budget_ms)
-        for contender, (_, error, peak) in serving.items():
+        times = time_in_turns({each: found[0] for each, found in serving.items()}, kind, inputs, budget_ms)
+        for implementation, (_, error, peak) in serving.items():
             rows.append(
                 record.row(
                     where,
                     **named,
-                    impl=contender.name,
+                    impl=implementation.name,
                     kind=kind,
-                    samples_ms=times[contender.name].device,
+                    samples_ms=times[implementation.name].device,
                     tflop=weight * shape.flops() / 1e12,
                     error=error,
                     peak_mib=peak,
                     more={
-                        **(ours_more if contender is ours else more),
-                        "host_us": round(1e3 * median(times[contender.name].host), 1),
+                        **(ours_more if implementation is ours else more),
+                        "host_us": round(1e3 * median(times[implementation.name].host), 1),
                     },
                 )
             )

@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 
 from flashspan.bench.measure.ledger import Ledger, Strategy, Transformer, predict
-from flashspan.bench.suites.data_contenders import prepare
+from flashspan.bench.suites.data_strategies import prepare
 
 SIZES = Transformer(num_layers=3, width=48, num_heads=4, num_kv_heads=4, ffn_width=100, vocab_size=300)
 

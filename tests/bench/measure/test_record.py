@@ -132,12 +132,12 @@ def test_what_dies_or_hangs_costs_itself(tmp_path: Path, quick_processes: None) 
         good("d"),
         good("e", "other"),
     ]
-    with sweep.Apart(limit=2.0) as apart:
+    with sweep.Apart(limit=5.0) as apart:
         rows = sweep.run(jobs, path, attempt=apart).rows
     assert [row.shape for row in rows] == ["a", "dies", "b", "new", "oom", "c", "hangs", "d", "e"]
     status = {row.shape: row.status for row in rows}
     assert status["dies"] == "failed: its process died (exit code 7)"
-    assert status["hangs"] == "failed: not done after 2 s"
+    assert status["hangs"] == "failed: not done after 5 s"
     assert status["oom"] == record.OUT_OF_MEMORY
     process = {row.shape: row.more["process"] for row in rows if row.ok}
     assert process["b"] == process["c"]  # neither an out of memory nor a fresh process in between ends it

@@ -12,16 +12,16 @@ from flashspan.bench.measure import record, trace
 from flashspan.bench.measure.ledger import Transformer
 from flashspan.bench.suites import data
 from flashspan.bench.suites.data import bench_data, measure_ranks, shape_of, table
-from flashspan.bench.suites.data_contenders import CONTENDERS, prepare
+from flashspan.bench.suites.data_strategies import STRATEGIES, prepare
 
 ROOT = Path(__file__).parents[3]
 SIZES = Transformer(num_layers=2, width=32, num_heads=4, num_kv_heads=2, ffn_width=64, vocab_size=100)
 
 
 @pytest.mark.slow
-def test_every_contender_is_measured_in_one_run(tmp_path: Path) -> None:
-    rows = measure_ranks(2, CONTENDERS, rounds=3, batch=1, length=16, sizes=SIZES)
-    assert [row.impl for row in rows] == list(CONTENDERS)
+def test_every_strategy_is_measured_in_one_run(tmp_path: Path) -> None:
+    rows = measure_ranks(2, STRATEGIES, rounds=3, batch=1, length=16, sizes=SIZES)
+    assert [row.impl for row in rows] == list(STRATEGIES)
     for row in rows:
         assert (row.what, row.ranks, row.kind) == ("data", 2, "step")
         assert 0 < row.p20_ms <= row.p50_ms <= row.p80_ms
@@ -34,10 +34,10 @@ def test_every_contender_is_measured_in_one_run(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     record.append(rows, path)
     record.append(rows[:1], path)
-    assert [row.impl for row in record.read(path)] == [*CONTENDERS, "naive"]
+    assert [row.impl for row in record.read(path)] == [*STRATEGIES, "naive"]
     shown, back = table(rows), table(record.newest(record.read(path)))
     assert shown == back
-    assert len(shown.cells) == len(CONTENDERS)
+    assert len(shown.cells) == len(STRATEGIES)
     assert all(line[5] and line[6] for line in shown.cells)
 
 
@@ -60,7 +60,7 @@ def test_what_computing_hides_of_the_wire_is_read_from_a_profile() -> None:
 
 def test_the_table_in_docs_is_made_from_the_rows_there() -> None:
     rows = [row for row in record.newest(record.read(ROOT / "docs" / "benchmarks" / "data.jsonl")) if row.ranks == 4]
-    assert [row.impl for row in rows] == list(CONTENDERS)
+    assert [row.impl for row in rows] == list(STRATEGIES)
     made = table(rows)
     assert made.markdown() in (ROOT / "docs" / "parallel.md").read_text(encoding="utf-8")
     assert all(0.9 < float(line[-1].removesuffix("x")) < 1.1 for line in made.cells)  # as predicted
@@ -98,7 +98,7 @@ def test_sizes_that_are_given_are_measured_and_rows_tell_them_apart(tmp_path: Pa
     assert shape_of(data.SIZES, data.WINDOW, 1, data.LENGTH) == kept.shape
 
 
-def test_an_unknown_contender_is_named() -> None:
+def test_an_unknown_strategy_is_named() -> None:
     import torch.distributed as dist
 
     store = dist.HashStore()

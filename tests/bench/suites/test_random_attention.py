@@ -44,18 +44,18 @@ def tensors(shape: RandomShape) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_every_contender_computes_what_we_compute(shape: RandomShape) -> None:
+def test_every_implementation_computes_what_we_compute(shape: RandomShape) -> None:
     q, k, v, dout = tensors(shape)
     out = attention(q, k, v, mask=shape.mask())
     ours = [out, *torch.autograd.grad(out, (q, k, v), dout)]
-    found = suite.contenders(shape, CPU, torch.float32, backends=MATH)
+    found = suite.implementations(shape, CPU, torch.float32, backends=MATH)
     assert len(found) == (2 if shape.pattern.startswith("window") else 3) * (1 if shape.H == shape.K else 2)
-    for contender in found:
-        with contender.context():
-            out = contender.make()(q, k, v)
+    for implementation in found:
+        with implementation.context():
+            out = implementation.make()(q, k, v)
             theirs = [out, *torch.autograd.grad(out, (q, k, v), dout)]
         for mine, other in zip(ours, theirs, strict=True):
-            assert (mine - other).norm() <= 1e-5 * mine.norm(), contender.name
+            assert (mine - other).norm() <= 1e-5 * mine.norm(), implementation.name
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -70,7 +70,7 @@ def test_who_is_asked() -> None:
     def names(words: str, flex: bool = False) -> list[str]:
         *sizes, pattern = words.split(",")
         shape = RandomShape(*map(int, sizes), pattern)
-        return [each.name for each in suite.contenders(shape, CPU, flex=flex)]
+        return [each.name for each in suite.implementations(shape, CPU, flex=flex)]
 
     plain = ["sdpa-flash", "sdpa-cudnn", "sdpa-efficient"]
     assert names("1,2,2,64,64,8,causal") == plain
@@ -113,10 +113,10 @@ def test_rows_say_what_was_measured(shape: RandomShape, tmp_path: Path) -> None:
 def test_keys_are_expanded_where_grouped_queries_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = suite.prepare
 
-    def refuse(contender: suite.Contender, *rest: Any) -> Any:
-        if contender.name == "sdpa-efficient":
+    def refuse(implementation: suite.Implementation, *rest: Any) -> Any:
+        if implementation.name == "sdpa-efficient":
             raise RuntimeError("No available kernel")
-        return plain(contender, *rest)
+        return plain(implementation, *rest)
 
     monkeypatch.setattr(suite, "prepare", refuse)
     names = [row.impl for row in rows_of(SHAPES[0])]
@@ -146,7 +146,7 @@ def test_our_failure_is_a_row_beside_their_times(
     assert len(rows) == 8
 
 
-def test_a_contender_with_a_wrong_output_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_implementation_with_a_wrong_output_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suite, "bias_of", lambda shape, device, dtype: torch.zeros(1, 1, shape.T, shape.S, dtype=dtype))
     (row,) = {row.impl: row for row in rows_of(SHAPES[6])}.values()
     assert row.impl == "flashspan"
@@ -176,7 +176,7 @@ def test_a_lost_device_names_who_lost_it(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (row.impl, row.status) == ("sdpa-cudnn", "failed: sdpa-cudnn: illegal memory access")
 
 
-def test_slow_contenders_are_left_after_their_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_implementations_are_left_after_their_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[list[str], int]] = []
     speed = {"flashspan": 9.0, "sdpa-flash": 1.0, "sdpa-cudnn": 1.9, "sdpa-efficient": 2.1}
 
@@ -185,7 +185,7 @@ def test_slow_contenders_are_left_after_their_trials(monkeypatch: pytest.MonkeyP
         return {name: Samples([speed[name]] * rounds, [1.0] * rounds) for name in given}
 
     monkeypatch.setattr(suite, "cold_samples", sample)
-    serving = {suite.Contender(name, fail): fail for name in speed}
+    serving = {suite.Implementation(name, fail): fail for name in speed}
     times = suite.time_in_turns(serving, "forward", suite.Inputs(*(torch.zeros(1),) * 4), budget_ms=40)
     assert calls == [(list(speed), 2), (["flashspan", "sdpa-flash", "sdpa-cudnn"], 10)]
     assert {name: len(found.device) for name, found in times.items()} == {

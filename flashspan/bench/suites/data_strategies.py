@@ -125,7 +125,7 @@ class Prepared:
         return measure(self.model, self.optimizer, kept)
 
 
-CONTENDERS = (
+STRATEGIES = (
     *get_args(Mode),
     "torch DDP",
     "sharded optimizer",
@@ -188,7 +188,7 @@ def prepare(
         def loss(logits: Tensor, tokens: Tensor) -> Tensor:
             return vocabulary_parallel_cross_entropy(logits, tokens, vocab_size=sizes.vocab_size, mesh=mesh).mean()
     else:
-        raise ValueError(f"a strategy must be one of {', '.join(CONTENDERS)}: got {name!r}")
+        raise ValueError(f"a strategy must be one of {', '.join(STRATEGIES)}: got {name!r}")
     params = list(model.parameters())
     if name == "sharded optimizer":
         return Prepared(strategy, model, running, ShardedOptimizer(params, torch.optim.AdamW), mine, loss)
