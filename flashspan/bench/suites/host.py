@@ -4,7 +4,11 @@
 
 The result is the minimum of twenty rounds, in which all calls take turns, compared with PyTorch's own attention. On a
 CPU, where nothing is queued, it is the time of the whole call. Backward runs on an autograd thread, and switching
-threads may take longer than the rest: the cases "one thread" do not switch.
+threads may take longer than the rest: the cases "one thread" do not switch. "one rank" is `context_parallel` without a
+group, which should cost no more than `attention`.
+
+On a GPU there are two shapes: a pass of the first is one launch; the second takes the Hopper kernels, with more
+launches and temporary tensors.
 """
 
 from __future__ import annotations
@@ -16,8 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashspan import attention, masks
+from flashspan import attention, context_parallel, masks
 from flashspan.bench.measure.clock import check_repeats, default_device
+
+
+SHAPES = ((1, 2, 2, 128, 128), (1, 32, 8, 1024, 128))
+"""Batch, heads, key heads, tokens, head size."""
 
 
 def microseconds(
@@ -40,28 +48,32 @@ def microseconds(
 
 
 def cases(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
-    """Name -> a call to time; the last six record the graph for backward, and the last four run backward."""
+    """Name -> a call to time. "with grad" records the graph for backward; "both" also runs backward."""
     gq, gk, gv = (x.clone().requires_grad_() for x in (q, k, v))
     dout = torch.randn_like(q)
+
+    def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
     def differentiate(out: Tensor, threads: bool = True) -> object:
         with torch.autograd.set_multithreading_enabled(threads):
             return torch.autograd.grad(out, (gq, gk, gv), dout)
 
     documents = masks.documents([q.shape[2] // 2] * 2)
+    one_rank = context_parallel(None)
     return {
         "forward, full": lambda: attention(q, k, v),
         "forward, causal": lambda: attention(q, k, v, causal=True),
         "forward, documents": lambda: attention(q, k, v, mask=documents),
-        "SDPA, causal": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        "SDPA, causal": lambda: sdpa(q, k, v),
+        "one rank, causal": lambda: one_rank(q, k, v, causal=True),
         "forward with grad, causal": lambda: attention(gq, gk, gv, causal=True),
-        "SDPA with grad, causal": lambda: F.scaled_dot_product_attention(gq, gk, gv, is_causal=True),
+        "SDPA with grad, causal": lambda: sdpa(gq, gk, gv),
         "both, causal": lambda: differentiate(attention(gq, gk, gv, causal=True)),
-        "SDPA both, causal": lambda: differentiate(F.scaled_dot_product_attention(gq, gk, gv, is_causal=True)),
+        "SDPA both, causal": lambda: differentiate(sdpa(gq, gk, gv)),
+        "one rank both, causal": lambda: differentiate(one_rank(gq, gk, gv, causal=True)),
         "both, one thread": lambda: differentiate(attention(gq, gk, gv, causal=True), False),
-        "SDPA both, one thread": lambda: differentiate(
-            F.scaled_dot_product_attention(gq, gk, gv, is_causal=True), False
-        ),
+        "SDPA both, one thread": lambda: differentiate(sdpa(gq, gk, gv), False),
     }
 
 
@@ -75,7 +87,9 @@ def bench_host(*, calls: int = 100, device: str = "") -> int:
     check_repeats(1, calls=calls)
     where = default_device(device)
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
-    q, k, v = (torch.randn(1, 2, 128, 128, device=where, dtype=dtype) for _ in range(3))
-    for name, least in microseconds(cases(q, k, v), calls, where).items():
-        print(f"{name:<26} {least:7.1f} us")
+    for B, H, K, T, D in SHAPES if where.type == "cuda" else SHAPES[:1]:
+        q, k, v = (torch.randn(B, heads, T, D, device=where, dtype=dtype) for heads in (H, K, K))
+        print(f"{B}x{H}/{K}x{T}x{D}")
+        for name, least in microseconds(cases(q, k, v), calls, where).items():
+            print(f"  {name:<26} {least:7.1f} us")
     return 0

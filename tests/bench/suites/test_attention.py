@@ -103,8 +103,9 @@ def test_ours_is_the_fastest_of_the_recorded_rows_as_the_readme_says() -> None:
 
 def test_the_cost_of_a_call_is_printed_for_each_way_in(capsys: pytest.CaptureFixture[str]) -> None:
     assert host.bench_host(calls=2, device="cpu") == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 10
+    shape, *lines = capsys.readouterr().out.splitlines()
+    assert shape == "1x2/2x128x128"
+    assert len(lines) == 12
     assert all(float(line.split()[-2]) > 0 for line in lines)
 
 
