@@ -23,7 +23,7 @@ from flashspan.kernels.contract import Carry, Problem, Repeat
 from flashspan.kernels.dropout import Dropout
 from flashspan.kernels.failure import KernelFailed
 from flashspan.kernels.launch.launch import Launch, on
-from flashspan.kernels.launch.replay import recall, repeated_forward, replay
+from flashspan.kernels.launch.replay import Room, recall, repeated_forward, replay
 from flashspan.kernels.masks import Band, Mask, Rows, count, unpack
 from flashspan.kernels.portable.arguments import LOG2E, empty_outputs, mask_arguments, with_near_rows
 from flashspan.kernels.portable.common import edge_tile, interval, tile_ranges
@@ -225,7 +225,8 @@ def repeat_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, out_dtype:
     num_splits, device = count_splits(q, k, problem.mask), q.device
     values = (problem.scale, None, out_dtype, num_splits, precision(device))
     launches = recall(_launches, (q, k, v), problem.mask.packed, 4, *values)
-    return repeated_forward(launches, device, lambda q, v: _room(q, out_dtype, num_splits))
+    out, lse, *parts = _room(q.to("meta"), out_dtype, num_splits)
+    return repeated_forward(launches, device, (out, lse), Room.of(parts, (out, lse)))
 
 
 def _room(q: Tensor, out_dtype: torch.dtype, num_splits: int) -> list[Tensor]:
