@@ -26,7 +26,7 @@ from flashspan.kernels.launch.launch import Launch, on
 from flashspan.kernels.launch.replay import Room, recall, repeated_forward, replay
 from flashspan.kernels.masks import Band, Mask, Rows, count, unpack
 from flashspan.kernels.portable.arguments import LOG2E, empty_outputs, mask_arguments, with_near_rows
-from flashspan.kernels.portable.common import edge_tile, interval, tile_ranges
+from flashspan.kernels.portable.common import edge_tile, interval, prefetch_rows, tile_ranges
 from flashspan.kernels.portable.steps import finished, forward_step
 from flashspan.kernels.portable.tiles import (
     Tile,
@@ -50,6 +50,9 @@ MANY_KEYS = 768
 """They are also used for calls whose queries see this many keys on average and whose blocks of rows would occupy at
 most a third of the multiprocessors."""
 
+AHEAD = 1
+"""Number of tiles of keys and values that a program brings into the L2 cache before the previous kernel has ended."""
+
 FAILED: list[str] = []
 """The reasons why these kernels failed to compile on this machine. If it is not empty, they are not tried again."""
 
@@ -64,20 +67,35 @@ SPLIT_FREE = [
 COMBINE_FREE = ["s_ob", "s_oh", "s_ot", "H", "T", "num_rows", "num_splits"]
 
 
+@triton.jit
+def part_of_keys(
+    o_t, T, S, lo, hi, start, end, i_s, num_splits, BN: tl.constexpr, TABLE: tl.constexpr, ONE: tl.constexpr
+):
+    """Return which keys of part i_s each row sees, and the first and last key of the part."""
+    b_start, b_end = interval(o_t, T, S, lo, hi, start, end, TABLE)
+    first = tl.min(tl.where(b_start < b_end, b_start, S), 0)
+    if not ONE:
+        first = first // BN * BN
+    last = tl.max(tl.where(b_start < b_end, b_end, 0), 0)
+    share = tl.cdiv(tl.cdiv(tl.maximum(last - first, 0), num_splits), BN) * BN
+    begin = first + i_s.to(tl.int32) * share
+    stop = tl.minimum(begin + share, last)
+    return tl.maximum(b_start, begin), tl.minimum(b_end, stop), begin, stop
+
+
 @triton.jit(do_not_specialize=SPLIT_FREE)
 def split_kernel(
     q, k, v, part, part_lse, start, end,
     s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ps, s_pb, s_ph, s_pt, s_rows,
     B, H, K, T, S, num_blocks, num_splits, lo, hi, scale,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TABLE: tl.constexpr, ONE: tl.constexpr,
-    NEGATIVE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    NEGATIVE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Attention of BM rows of a key head over one part of their keys. ONE: there is one query, so all rows see the same
     keys. EARLY: this kernel may start before the previous kernel has ended, and the next kernel before this one has
-    ended (programmatic dependent launch). Each waits for the previous kernel before it reads anything."""
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
+    ended (programmatic dependent launch). Each waits for the previous kernel before it reads anything. Before it waits,
+    this kernel brings AHEAD tiles of keys and values into the L2 cache. Then the previous kernel may still write to
+    them, and to `start` and `end`, which only move the tiles that are brought."""
     i = tl.program_id(0)
     i_m, i = i % num_blocks, i // num_blocks  # blocks of rows that share keys run side by side
     i_s, i = (i % num_splits).to(tl.int64), i // num_splits
@@ -89,19 +107,22 @@ def split_kernel(
     m_row = o_t < T
     m_tile = m_row[:, None] & (o_d < D)[None, :]
 
-    b_start, b_end = interval(o_t, T, S, lo, hi, start + i_b * s_rows, end + i_b * s_rows, TABLE)
-    first = tl.min(tl.where(b_start < b_end, b_start, S), 0)
-    if not ONE:
-        first = first // BN * BN
-    last = tl.max(tl.where(b_start < b_end, b_end, 0), 0)
-    share = tl.cdiv(tl.cdiv(tl.maximum(last - first, 0), num_splits), BN) * BN
-    begin = first + i_s.to(tl.int32) * share
-    stop = tl.minimum(begin + share, last)
-    b_start, b_end = tl.maximum(b_start, begin), tl.minimum(b_end, stop)
-
     k += (i_b * s_kb + i_k * s_kh) * UNIT
     v += (i_b * s_vb + i_k * s_vh) * UNIT
     s_ks, s_vs = s_ks * UNIT, s_vs * UNIT
+    start += i_b * s_rows
+    end += i_b * s_rows
+    if EARLY:
+        gdc_launch_dependents()
+        if AHEAD:
+            _, _, begin, stop = part_of_keys(o_t, T, S, lo, hi, start, end, i_s, num_splits, BN, TABLE, ONE)
+            for n0 in tl.static_range(0, AHEAD * BN, BN):
+                o_k = tl.maximum(tl.minimum(begin + n0 + tl.arange(0, BN), tl.minimum(stop, S) - 1), 0)
+                prefetch_rows(k, o_k, s_ks, D)
+                prefetch_rows(v, o_k, s_vs, D)
+        gdc_wait()
+    b_start, b_end, begin, stop = part_of_keys(o_t, T, S, lo, hi, start, end, i_s, num_splits, BN, TABLE, ONE)
+
     # [BM, BD]
     p_q = q + (i_b * s_qb + o_h * s_qh + o_t.to(tl.int64) * s_qt)[:, None] * UNIT + o_d[None, :]
     b_q = tl.load(p_q, mask=m_tile, other=0.0)
@@ -159,8 +180,8 @@ def combine_kernel(
     for s0 in range(0, num_splits, BS):
         row = (s0 + o_s).to(tl.int64) * num_rows + i
         b_lse = tl.load(part_lse + row, mask=s0 + o_s < num_splits, other=float("-inf"))
-        # [BS, BD]
-        m_part = (b_lse != float("-inf"))[:, None] & (o_d < D)[None, :]
+        # [BS, BD]. A part without keys is 0: its load need not wait for its lse.
+        m_part = (s0 + o_s < num_splits)[:, None] & (o_d < D)[None, :]
         b_part = tl.load(part + row[:, None] * D + o_d[None, :], mask=m_part, other=0.0)
         new = tl.maximum(m, tl.max(b_lse, 0))
         shift = tl.where(new == float("-inf"), 0.0, new)
@@ -286,7 +307,7 @@ def split_launch(q: Tensor, k: Tensor, v: Tensor, part: Tensor, part_lse: Tensor
         ),
         {
             "D": D, "BD": block_dim(D), "BM": size.block_q, "BN": size.block_k, "TABLE": table, "ONE": T == 1,
-            "NEGATIVE": scale < 0, "UNIT": unit, "PRECISION": precision(q.device), "EARLY": early,
+            "NEGATIVE": scale < 0, "UNIT": unit, "PRECISION": precision(q.device), "EARLY": early, "AHEAD": AHEAD,
             "num_warps": size.num_warps, "num_stages": size.num_stages, **early_launch(early),
         },
     )  # fmt: skip
@@ -297,11 +318,12 @@ def combine_launch(part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor, car
     num_splits, (_, H, T, D) = len(part), out.shape
     few, early = num_splits <= 8, starts_early(out.device)
     options = {"num_warps": 1 if few else 4, **early_launch(early)}
+    block = 8 if few else 64 if num_splits > 32 and block_dim(D) <= 128 else 32
     return Launch(
         combine_kernel,
         (lse.numel(),),
         (part, part_lse, out, lse, *out.stride()[:3], H, T, lse.numel(), num_splits),
-        {"D": D, "BD": block_dim(D), "BS": 8 if few else 32, "CARRY": carry, "EARLY": early, **options},
+        {"D": D, "BD": block_dim(D), "BS": block, "CARRY": carry, "EARLY": early, **options},
     )
 
 
