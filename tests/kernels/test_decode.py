@@ -175,7 +175,7 @@ def test_what_does_not_compile_is_served_by_the_other_kernel(monkeypatch: pytest
 
 PROGRAM = """
 import json, sys, torch
-from flashspan.kernels.compile import compile_launch
+from benchmarks.compile_kernels import compile_launch
 from flashspan.kernels.masks import Band
 from flashspan.kernels.portable import decode
 for num_queries, head_dim, dtype in json.loads(sys.argv[1]):

@@ -125,7 +125,7 @@ def test_rows_are_repaired_only_if_keys_are_hidden_or_v_is_converted(length: int
 PROGRAM = """
 import json, sys
 import torch
-from flashspan.kernels.compile import compile_launch
+from benchmarks.compile_kernels import compile_launch
 from flashspan.kernels.masks import CAUSAL
 from flashspan.kernels.portable import few_tiles
 for head_dim, length in json.loads(sys.argv[1]):

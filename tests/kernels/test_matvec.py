@@ -113,7 +113,7 @@ def test_a_token_begins_with_its_embedding_and_its_angles() -> None:
 PROGRAM = """
 import json, re, sys, torch
 from dataclasses import replace
-from flashspan.kernels.compile import compile_for, compile_launch
+from benchmarks.compile_kernels import compile_for, compile_launch
 from flashspan.kernels.portable import matvec
 for kind, dtype, early in json.loads(sys.argv[1]):
     dtype = getattr(torch, dtype)

@@ -12,7 +12,7 @@ from tests.kernels.compiler import compile_apart
 
 PROGRAM = """
 import json, sys, torch
-from flashspan.kernels.compile import compile_launch, product_launches
+from benchmarks.compile_kernels import compile_launch, product_launches
 for dtype, head_dim, names in json.loads(sys.argv[1]):
     launches = product_launches(getattr(torch, dtype), head_dim)
     assert set(names) <= set(launches)

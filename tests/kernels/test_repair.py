@@ -100,7 +100,7 @@ def test_few_programs_look_at_any_number_of_flags(sparse: bool) -> None:
 PROGRAM = """
 import json, sys, torch
 from flashspan.kernels.masks import Blocks
-from flashspan.kernels.compile import compile_launch
+from benchmarks.compile_kernels import compile_launch
 from flashspan.kernels.masks import CAUSAL
 from flashspan.kernels.masks.patterns import documents
 from flashspan.kernels.portable.forward import forward_launch

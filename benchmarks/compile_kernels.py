@@ -1,6 +1,6 @@
 """Compile a kernel launch without its GPU, and report its cost: registers, spills, shared memory, instructions (SASS).
 
-    python -m flashspan.kernels.compile          # every shipped tile of the Hopper and the portable kernels, for sm_90
+    python -m benchmarks.compile_kernels         # every shipped tile of the Hopper and the portable kernels, for sm_90
 
 It needs Triton and no GPU: ptxas and the disassembler are part of Triton's wheel.
 """
