@@ -158,9 +158,9 @@ def hopper_launches(
 
 def product_launches(dtype: torch.dtype, head_dim: int) -> dict[str, Launch]:
     """The launches of a layer's matmuls with their epilogues, on meta tensors."""
-    from flashspan.kernels.hopper.gated import gated, gated_backward
-    from flashspan.kernels.hopper.projection import project
-    from flashspan.kernels.hopper.residual import sum_of_products
+    from flashspan.ops.kernels.gated import gated, gated_backward
+    from flashspan.ops.kernels.projection import project
+    from flashspan.ops.kernels.residual import sum_of_products
 
     M, E, F = 4096, 2048, 8192
     narrow, wide, weight, weight_t, square = (

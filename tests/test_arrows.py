@@ -90,6 +90,7 @@ ALLOWED = {
         "kernels",
         "arguments",
         "attention",
+        "ops",
         "files",
         "launch",
         "progress",

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashspan.kernels.portable import matvec
+from flashspan.generate.kernels import matvec
 from flashspan.model.rope import rotate
 from tests.kernels.compiler import compile_apart
 
@@ -114,7 +114,7 @@ PROGRAM = """
 import json, re, sys, torch
 from dataclasses import replace
 from benchmarks.compile_kernels import compile_for, compile_launch
-from flashspan.kernels.portable import matvec
+from flashspan.generate.kernels import matvec
 for kind, dtype, early in json.loads(sys.argv[1]):
     dtype = getattr(torch, dtype)
     make = lambda *shape, dtype=dtype: torch.empty(*shape, dtype=dtype, device="meta")
