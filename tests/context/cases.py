@@ -17,7 +17,7 @@ from flashspan.context.strategy import ContextAttention, context_parallel
 from flashspan.kernels import promise
 from flashspan.kernels.dropout import Dropout
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band, Blocks, Mask
-from flashspan.kernels.masks.patterns import documents, prefix, ragged
+from flashspan.masks.patterns import documents, prefix, ragged
 from tests.context import nccl_like
 
 RESULTS = ("out", "lse", "dq", "dk", "dv")

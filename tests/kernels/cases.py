@@ -16,7 +16,7 @@ from flashspan.kernels.contract import Problem
 from flashspan.kernels.delta import row_delta
 from flashspan.kernels.dropout import Dropout
 from flashspan.kernels.masks import Band, Mask, Positions, Rows
-from flashspan.kernels.masks.patterns import documents, prefix, ragged
+from flashspan.masks.patterns import documents, prefix, ragged
 
 FORWARD_BOUND, GRADIENT_BOUND = promise.FORWARD, promise.GRADIENT  # of float32
 

@@ -135,7 +135,7 @@ from flashspan.kernels.masks import Blocks
 from benchmarks.compile_kernels import compile_launch
 from flashspan.kernels.dropout import Dropout
 from flashspan.kernels.masks import CAUSAL
-from flashspan.kernels.masks.patterns import documents
+from flashspan.masks.patterns import documents
 from flashspan.kernels.portable.backward import backward_launches
 asked = sys.argv[1].split()
 T = 32768 if "grouped" in asked else 4096  # so many that a group of heads is not divided
@@ -174,7 +174,7 @@ HOPPER = """
 import json, math, sys, torch
 from benchmarks.compile_kernels import compile_launch, hopper_launches
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band
-from flashspan.kernels.masks.patterns import documents
+from flashspan.masks.patterns import documents
 masks = {
     "causal": {"mask": CAUSAL},
     "long": {"mask": CAUSAL, "num_tokens": 8192},

@@ -10,8 +10,8 @@ from flashspan.kernels.contract import Carry, Problem
 from flashspan.kernels.failure import KernelFailed
 from flashspan.kernels.launch import triton_abi
 from flashspan.kernels.masks import EVERYTHING, Band, Mask, Rows
-from flashspan.kernels.masks.patterns import ragged
 from flashspan.kernels.portable import decode
+from flashspan.masks.patterns import ragged
 from tests.kernels.cases import Inputs, Shape, check_lse, make_inputs, relative, solve
 from tests.kernels.compiler import compile_apart
 

@@ -15,7 +15,6 @@ from flashspan.kernels.contract import Problem
 from flashspan.kernels.dropout import Dropout
 from flashspan.kernels.launch.launch import Launch
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band, Mask
-from flashspan.kernels.masks.patterns import documents, random_blocks
 from flashspan.kernels.portable.backward import backward_launches
 from flashspan.kernels.portable.gradient_parts import (
     MIN_BLOCKS,
@@ -25,6 +24,7 @@ from flashspan.kernels.portable.gradient_parts import (
     count_equal_parts,
     count_parts,
 )
+from flashspan.masks.patterns import documents, random_blocks
 from tests.kernels.cases import GRADIENT_BOUND, Shape, make_inputs, relative, solve
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here, not interpreted")
