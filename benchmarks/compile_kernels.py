@@ -105,6 +105,7 @@ def _instructions(sass: str) -> tuple[list[str], list[list[str]]]:
 
 def shipped_launches(dtype: torch.dtype, head_dim: int, **options: Any) -> dict[str, Launch]:
     """The launches of one call of the portable kernels on meta tensors, by pass."""
+    from flashspan.kernels.contract import Problem
     from flashspan.kernels.portable.backward import backward_launches
     from flashspan.kernels.portable.forward import forward_launch
 
@@ -113,7 +114,8 @@ def shipped_launches(dtype: torch.dtype, head_dim: int, **options: Any) -> dict[
     rows = torch.empty(1, 8, 4096, device="meta")
     out, dq, dk, dv = (x.float() if carry else x for x in (q, q, k, v))
     forward = forward_launch(q, k, v, out, rows, mask, 0.125, carry, dropout)
-    return {"out": forward} | backward_launches(dout, q, k, v, rows, rows, mask, 0.125, dq, dk, dv, carry, dropout)
+    inputs, problem = (dout, q, k, v, rows, rows), Problem(mask, 0.125, dropout)
+    return {"out": forward} | backward_launches(inputs, problem, (dq, dk, dv), carry)
 
 
 def hopper_launches(

@@ -189,7 +189,7 @@ class Kernels:
         into = {"dq": q, "dk": k, "dv": v}
         calls: list[Callable[[], object]] = [lambda: local.forward(q, k, v, problem, out_dtype=self.dtype)]
         if backward:
-            calls.append(lambda: backward_of_output(local, q, q, k, v, q, lse, problem, **into))
+            calls.append(lambda: backward_of_output(local, (q, q, k, v, q, lse), problem, **into))
         return calls
 
     def decode_step(self, model: LlamaConfig, tokens: int, batch: int) -> list[Callable[[], object]]:

@@ -131,6 +131,7 @@ def test_every_tile_fits_every_gpu(
 
 TIGHTEST = """
 import json, sys, torch
+from flashspan.kernels.contract import Problem
 from flashspan.kernels.masks import Blocks
 from benchmarks.compile_kernels import compile_launch
 from flashspan.kernels.dropout import Dropout
@@ -146,9 +147,8 @@ rows, positions = torch.empty(1, 8, T, device="meta"), torch.empty(T, dtype=torc
 dropout = Dropout(0.1, torch.empty(1, dtype=torch.int64, device="meta"), positions, positions)
 add = "add" in asked
 made = [x.float() if add else x for x in (q, k, v)]
-launches = backward_launches(
-    dout, q, k, v, rows, rows, mask, 0.125, *made, add, dropout if "dropout" in asked else None
-)
+problem = Problem(mask, 0.125, dropout if "dropout" in asked else None)
+launches = backward_launches((dout, q, k, v, rows, rows), problem, made, add)
 assert "sum of parts" not in launches
 print(json.dumps(compile_launch(launches["dk dv"]).spilled_bytes))
 """

@@ -123,14 +123,6 @@ def _add(desc_dq, b, h, m0, row, state, count, buffers, barriers, config):
 
 
 @gluon.jit
-def _drop(count, dq_full, dq_empty):
-    """Drop the first dQ of a tile, which belongs to no block: see `_consume` in backward.py."""
-    stage, phase = dq_stage(count, dq_full.shape[0])
-    mbarrier.wait(dq_full.index(stage), phase)
-    mbarrier.arrive(dq_empty.index(stage), count=1)
-
-
-@gluon.jit
 def add_dq(tensors, buffers, barriers, sizes, mask, schedule, config):
     """The dQ warp: add each dQ into global float32."""
     BLOCK_Q: gl.constexpr = config.BLOCK_Q
@@ -140,8 +132,10 @@ def add_dq(tensors, buffers, barriers, sizes, mask, schedule, config):
     tile, i_b, i_k, n0, first, first_full, end_full, end = published_work(turn, schedule, 1)
     while tile < schedule.num_tiles:
         n = end - first
-        if DROPPED:
-            _drop(count, barriers.dq_full, barriers.dq_empty)
+        if DROPPED:  # a tile's first dQ, which belongs to no block: see `_consume` in backward.py
+            stage, phase = dq_stage(count, barriers.dq_full.shape[0])
+            mbarrier.wait(barriers.dq_full.index(stage), phase)
+            mbarrier.arrive(barriers.dq_empty.index(stage), count=1)
         for j in range(n * sizes.G):
             i_h = i_k * sizes.G + j // n
             m0 = nth_block(j % n, first, first_full, end_full, end) * BLOCK_Q
