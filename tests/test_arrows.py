@@ -14,6 +14,7 @@ ALLOWED = {
     "attention_operator": {"kernels", "arguments", "call_cache"},
     "attention": {"kernels", "arguments", "call_cache", "attention_operator"},
     "masks": {"kernels"},
+    "promise": {"kernels"},
     "agreement": set(),
     "files": set(),
     "lock": set(),
@@ -88,6 +89,7 @@ ALLOWED = {
     "commands": {
         "stdout",
         "kernels",
+        "promise",
         "arguments",
         "attention",
         "ops",

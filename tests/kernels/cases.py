@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flashspan.kernels import promise, reference
+from flashspan import promise
+from flashspan.kernels import reference
 from flashspan.kernels.contract import Problem
 from flashspan.kernels.delta import row_delta
 from flashspan.kernels.dropout import Dropout

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashspan.kernels import portable, promise
+from flashspan import promise
+from flashspan.kernels import portable
 from flashspan.kernels.contract import Carry, Problem
 from flashspan.kernels.failure import KernelFailed
 from flashspan.kernels.launch import triton_abi

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from flashspan import attention
-from flashspan.kernels import hopper, promise
+from flashspan import attention, promise
+from flashspan.kernels import hopper
 from flashspan.kernels.contract import Problem
 from flashspan.kernels.launch.compiling import launches_of
 from flashspan.kernels.launch.launch import Launch

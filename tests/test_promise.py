@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashspan import attention
-from flashspan.kernels import promise
+from flashspan import attention, promise
 from flashspan.kernels.dropout import Dropout
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, Blocks, Mask, dense
 from flashspan.masks.patterns import documents, ragged
