@@ -8,7 +8,7 @@ ROOT = Path(__file__).parent.parent / "flashspan"
 # A room -> the rooms it may import. Some rooms are single modules: `files`, `launch`, `stdout`, `cli` and others.
 ALLOWED = {
     "kernels": set(),
-    "arguments": {"kernels"},
+    "arguments": {"kernels", "masks"},
     "call_cache": {"kernels"},
     "ops": {"kernels"},
     "attention_operator": {"kernels", "arguments", "call_cache"},

@@ -42,7 +42,7 @@ MAPPING = """
 import json, torch
 from benchmarks.compile_kernels import compile_launch
 from flashspan.kernels.masks.build_triton import Building
-from flashspan.kernels.masks.runs_triton import runs_launch
+from flashspan.masks.runs_triton import runs_launch
 launches = []
 for length in (4096, 1000, 999):  # whole tiles, ragged ones, and a tensor that is read by bytes
     building = Building(torch.empty(1, 2, length, length, dtype=torch.bool, device="meta"), (128, 128))

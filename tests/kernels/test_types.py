@@ -10,7 +10,7 @@ import pytest
 import flashspan
 
 ROOT = Path(flashspan.__path__[0])
-FILES = sorted(file for folder in ("kernels", "*/kernels") for file in ROOT.glob(f"{folder}/**/*.py"))
+FILES = sorted(file for folder in ("kernels", "*/kernels", "masks") for file in ROOT.glob(f"{folder}/**/*.py"))
 DEVICE_CODE = ("jit", "builtin", "constexpr_function", "aggregate")
 
 
