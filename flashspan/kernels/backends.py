@@ -97,7 +97,11 @@ def no_hopper(device: torch.device) -> str | None:
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) != (9, 0):
         return f"needs a Hopper GPU (sm_90), not sm_{major}{minor}"
-    return _fault_of_gluon()
+    try:
+        importlib.import_module("flashspan.kernels.hopper")
+    except Exception as error:  # a name that changed in Triton may raise any error
+        return f"cannot be imported with this release of Triton: {type(error).__name__}: {error}"
+    return None
 
 
 def _hopper(call: Call) -> str | None:
@@ -117,14 +121,6 @@ def _hopper(call: Call) -> str | None:
         from flashspan.kernels.hopper.lists import refusal
 
         return refusal(call.block, call.head_dim)
-    return None
-
-
-def _fault_of_gluon() -> str | None:
-    try:
-        importlib.import_module("flashspan.kernels.hopper")
-    except Exception as error:  # a name that changed in Triton may raise any error
-        return f"cannot be imported with this release of Triton: {type(error).__name__}: {error}"
     return None
 
 

@@ -8,17 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils import _python_dispatch
 
-__all__ = [
-    "flash_cpu",
-    "flash_cpu_backward",
-    "has_tangents",
-    "is_batched",
-    "is_in_torch_dispatch_mode",
-    "is_transformed",
-]
-
+is_in_torch_dispatch_mode = _python_dispatch.is_in_torch_dispatch_mode
 flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 

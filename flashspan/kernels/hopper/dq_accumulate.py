@@ -108,10 +108,7 @@ def _add(desc_dq, b, h, m0, row, state, count, buffers, barriers, config):
     """Add dQ number `count`, of the queries from m0 on, or store it if the state is 0. `row` is the index of query m0
     in the rows of all heads."""
     dq_s, dq_full = buffers.dq_s, barriers.dq_full
-    if config.ACCUMULATE:
-        where = [b, h, m0, 0]
-    else:
-        where = [row // (dq_s.shape[2] // config.BLOCK_D), 0]
+    where = [b, h, m0, 0] if config.ACCUMULATE else [row // (dq_s.shape[2] // config.BLOCK_D), 0]
     stage, phase = dq_stage(count, dq_full.shape[0])
     mbarrier.wait(dq_full.index(stage), phase)
     if state == 0:
