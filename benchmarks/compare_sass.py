@@ -4,12 +4,12 @@
     python benchmarks/compare_sass.py ../before .                  # every variant, some 15 minutes the first time
     python benchmarks/compare_sass.py ../before . --only 'forward d64'
 
-Each checkout builds its own launches (`flashspan.kernels.compile`), so module and constant names may differ between the
-two. A variant counts as equal if Triton's own representation (TTGIR), from which the machine code is made, is the same;
-then its machine code is not made, except with --assemble. If the TTGIR differs, SASS is compared: without addresses,
-with labels and registers numbered in the order of their first use. Kernels are compiled without line information: with
-it, ptxas orders instructions by the numbers of source lines, so a comment would change the code. Results are kept under
---cache, by a hash of the checkout's sources and Triton's release.
+Each checkout builds its own launches (benchmarks/compile_kernels.py), so module and constant names may differ between
+the two. A variant counts as equal if Triton's own representation (TTGIR), from which the machine code is made, is the
+same; then its machine code is not made, except with --assemble. If the TTGIR differs, SASS is compared: without
+addresses, with labels and registers numbered in the order of their first use. Kernels are compiled without line
+information: with it, ptxas orders instructions by the numbers of source lines, so a comment would change the code.
+Results are kept under --cache, by a hash of the checkout's sources and Triton's release.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import collections
 import hashlib
+import importlib
 import json
 import os
 import re
@@ -77,16 +78,22 @@ def launch_of(name: str) -> Any:
     """The launch of one variant, on meta tensors; None if there is no such kernel (one pass for heads of 256)."""
     import torch
 
-    from flashspan.kernels.compile import hopper_launches, product_launches
-
     if name.startswith("product "):
         kind, head_dim, dtype = name.removeprefix("product ").rsplit(" ", 2)
-        return product_launches(getattr(torch, dtype), int(head_dim[1:]))[kind]
+        return _program().product_launches(getattr(torch, dtype), int(head_dim[1:]))[kind]
     kind, head_dim, dtype, *mask, carry = name.split(" ")
     options = dict(MASKS[" ".join(mask)])
     options["mask"] = _mask(options["mask"])
-    launches = hopper_launches(getattr(torch, dtype), int(head_dim[1:]), **options, carry=carry == "carry")
+    launches = _program().hopper_launches(getattr(torch, dtype), int(head_dim[1:]), **options, carry=carry == "carry")
     return launches.get(kind)
+
+
+def _program() -> Any:
+    """The module that builds launches and compiles them, from the checkout in which this process runs."""
+    place = "benchmarks.compile_kernels"
+    if not Path("benchmarks", "compile_kernels.py").exists():
+        place = "flashspan.kernels.compile"  # where older commits have it
+    return importlib.import_module(place)
 
 
 def _mask(name: str) -> Any:
@@ -114,8 +121,6 @@ def compile_variants(folder: Path, assemble: bool, wanted: list[str]) -> None:
     import triton
     from triton.backends.nvidia.compiler import CUDABackend
 
-    from flashspan.kernels.compile import compile_for
-
     def stop(*stage: Any, **_: Any) -> None:
         raise Stopped(next(x for x in stage if hasattr(x, "str_nodebug")).str_nodebug())
 
@@ -128,7 +133,7 @@ def compile_variants(folder: Path, assemble: bool, wanted: list[str]) -> None:
         record: dict[str, Any] = {}
         if launch is not None:
             try:
-                compiled = compile_for(launch, "cuda", 90)
+                compiled = _program().compile_for(launch, "cuda", 90)
                 record = _inspect(compiled.asm["cubin"], compiled.metadata.shared, tools)
             except Stopped as stopped:
                 record = {"ttgir": str(stopped)}
@@ -183,7 +188,8 @@ def measure(checkout: Path, cache: Path, assemble: bool, wanted: list[str]) -> d
     import triton
 
     sources = hashlib.sha256(triton.__version__.encode())
-    for file in sorted((checkout / "flashspan" / "kernels").rglob("*.py")):
+    files = [*checkout.glob("flashspan/**/kernels/**/*.py"), *checkout.glob("benchmarks/compile_kernels.py")]
+    for file in sorted(files):
         sources.update(str(file.relative_to(checkout)).encode() + file.read_bytes())
     folder = cache / sources.hexdigest()[:16]
     folder.mkdir(parents=True, exist_ok=True)

@@ -31,11 +31,12 @@ from torch import Tensor
 from flashspan import masks
 from flashspan.attention import attention
 from flashspan.generate import Whole, fused_step
+from flashspan.generate.kernels import matvec
+from flashspan.generate.kernels.matvec import Tile
 from flashspan.generate.sample import most_probable
 from flashspan.kernels.contract import Problem
 from flashspan.kernels.launch.launch import Launch
-from flashspan.kernels.portable import decode, matvec
-from flashspan.kernels.portable.matvec import Tile
+from flashspan.kernels.portable import decode
 from flashspan.model import Llama, LlamaConfig, preset
 
 CONTEXT, ROOM, QUICK = 8192, 400, 4

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from flashspan.kernels import masks
 from flashspan.kernels.masks import Band, Blocks, Mask, Rows
-from flashspan.kernels.masks.build import check_dense, find_runs
+from flashspan.kernels.masks.build import check_dense
 from flashspan.kernels.masks.mask import whole_number
+from flashspan.masks.runs import find_runs
 
 MAX_HEAD_DIM = 256
 FLOAT32_MAX = torch.finfo(torch.float32).max

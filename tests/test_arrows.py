@@ -7,13 +7,15 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent / "flashspan"
 # A room -> the rooms it may import. Some rooms are single modules: `files`, `launch`, `stdout`, `cli` and others.
 ALLOWED = {
-    "kernels": set(),
-    "arguments": {"kernels"},
-    "call_cache": {"kernels"},
+    "torch_private": set(),
+    "kernels": {"torch_private"},
+    "arguments": {"kernels", "masks"},
+    "call_cache": {"kernels", "torch_private"},
     "ops": {"kernels"},
-    "attention_operator": {"kernels", "arguments", "call_cache"},
+    "attention_operator": {"kernels", "arguments", "call_cache", "torch_private"},
     "attention": {"kernels", "arguments", "call_cache", "attention_operator"},
     "masks": {"kernels"},
+    "promise": {"kernels"},
     "agreement": set(),
     "files": set(),
     "lock": set(),
@@ -88,8 +90,10 @@ ALLOWED = {
     "commands": {
         "stdout",
         "kernels",
+        "promise",
         "arguments",
         "attention",
+        "ops",
         "files",
         "launch",
         "progress",

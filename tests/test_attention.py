@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashspan import attention, masks
 from flashspan.arguments import dense_rows, mask_of
-from flashspan.kernels.masks import patterns
+from flashspan.masks import patterns
 from tests.cases import gradients, inputs
 from tests.kernels.cases import relative
 

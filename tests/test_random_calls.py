@@ -21,8 +21,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashspan import attention, masks
-from flashspan.kernels import portable, promise
+from flashspan import attention, masks, promise
+from flashspan.kernels import portable
 from flashspan.kernels.contract import Carry, Problem
 from flashspan.kernels.delta import row_delta
 from flashspan.kernels.dropout import Dropout

@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flashspan import promise
 from flashspan.bench.measure.clock import here
 from flashspan.bench.measure.memory import free_bytes, refuse_shared_gpu
 from flashspan.bench.measure.strategies import Layout, Strategy, over_all_ranks
 from flashspan.context.layout import LAYOUTS
 from flashspan.context.strategy import STRATEGIES, ContextAttention
-from flashspan.kernels import promise
 from flashspan.kernels.masks import CAUSAL, EVERYTHING
 from flashspan.launch import Ranks, check_num_ranks, joined, send_to_parent
 from flashspan.progress import progress

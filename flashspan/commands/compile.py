@@ -189,12 +189,12 @@ class Kernels:
         into = {"dq": q, "dk": k, "dv": v}
         calls: list[Callable[[], object]] = [lambda: local.forward(q, k, v, problem, out_dtype=self.dtype)]
         if backward:
-            calls.append(lambda: backward_of_output(local, q, q, k, v, q, lse, problem, **into))
+            calls.append(lambda: backward_of_output(local, (q, q, k, v, q, lse), problem, **into))
         return calls
 
     def decode_step(self, model: LlamaConfig, tokens: int, batch: int) -> list[Callable[[], object]]:
         """A step of generation by `FusedStep`; none if its kernels do not support this many sequences."""
-        from flashspan.kernels.portable.matvec import MAX_ROWS
+        from flashspan.generate.kernels.matvec import MAX_ROWS
 
         if batch > MAX_ROWS or self.architecture < 80:
             return []
@@ -206,9 +206,9 @@ class Kernels:
 
     def operators(self, model: LlamaConfig, rows: int) -> list[Callable[[], object]]:
         """A layer's matmuls with their epilogues, forward and backward."""
-        from flashspan.kernels.hopper.gated import gated, gated_backward
-        from flashspan.kernels.hopper.projection import project
-        from flashspan.kernels.hopper.residual import sum_of_products
+        from flashspan.ops.kernels.gated import gated, gated_backward
+        from flashspan.ops.kernels.projection import project
+        from flashspan.ops.kernels.residual import sum_of_products
 
         E, F, D = model.width, model.ffn_width, model.head_dim
         q_width, k_width = model.num_heads * D, model.num_kv_heads * D
@@ -228,13 +228,13 @@ class Kernels:
         ]
 
     def loss(self, model: LlamaConfig, rows: int) -> Callable[[], object]:
-        from flashspan.kernels.portable.cross_entropy import losses_and_gradients
+        from flashspan.ops.kernels.cross_entropy import losses_and_gradients
 
         logits, targets = self.empty(rows, model.vocab_size), self.empty(rows, dtype=torch.int64)
         return lambda: losses_and_gradients(logits, targets, ignored=-100)
 
     def optimizer(self) -> None:
-        from flashspan.kernels.portable.adamw import adamw_launch
+        from flashspan.ops.kernels.adamw import adamw_launch
 
         int32, int64, float32 = (self.empty(8, dtype=x) for x in (torch.int32, torch.int64, torch.float32))
         tensors = (int64, int32, int64, int64, float32, float32, float32, float32)

@@ -5,7 +5,7 @@
 
 A layer is: norm, projections, rotation and the write to the cache (1); attention over the cache and the combination of
 its parts (2, 3); output projection and residual (4); norm, gate and up (5); down projection and residual (6). The
-kernels are in kernels/portable/matvec.py. The residual is rounded where the model rounds it; elsewhere there are fewer
+kernels are in generate/kernels/matvec.py. The residual is rounded where the model rounds it; elsewhere there are fewer
 roundings. Queries and keys are rounded after the rotation only. A projection is not rounded before it is added to the
 residual, nor gate and up before they are multiplied. A norm's result is rounded before the division by the root of the
 mean square, not after.
@@ -43,7 +43,7 @@ class FusedStep:
     """
 
     def __init__(self, model: Llama, rooms: Sequence[Tensor], positions: Tensor) -> None:
-        from flashspan.kernels.portable import matvec
+        from flashspan.generate.kernels import matvec
 
         config, weight = model.config, model.head.weight
         B, device = len(positions), positions.device
@@ -87,7 +87,7 @@ class FusedStep:
         self._attend(0)
 
     def _begin(self, tokens: Tensor) -> Launch:
-        from flashspan.kernels.portable.matvec import begin_launch
+        from flashspan.generate.kernels.matvec import begin_launch
 
         return begin_launch(
             tokens, self.model.embed.weight, self.norms[0].weight, self.positions, self.frequencies, self.x,
@@ -95,7 +95,7 @@ class FusedStep:
         )  # fmt: skip
 
     def _project(self, i: int) -> Launch:
-        from flashspan.kernels.portable.matvec import project_launch
+        from flashspan.generate.kernels.matvec import project_launch
 
         attention, room = self.layers[i].attention, self.rooms[i]
         weights = [linear.weight for linear in (attention.query, attention.key, attention.value)]
@@ -116,7 +116,7 @@ class FusedStep:
 
     def _rest(self, i: int, mixed: Tensor) -> list[Launch]:
         """A layer's launches after attention."""
-        from flashspan.kernels.portable.matvec import add_launch, gated_launch
+        from flashspan.generate.kernels.matvec import add_launch, gated_launch
 
         layer, (norm, after) = self.layers[i], self.norms[2 * i + 1 : 2 * i + 3]
         gain, gain_after = self.gains[2 * i + 1 : 2 * i + 3]
@@ -128,7 +128,7 @@ class FusedStep:
         ]
 
     def _head(self) -> Launch:
-        from flashspan.kernels.portable.matvec import head_launch
+        from flashspan.generate.kernels.matvec import head_launch
 
         return head_launch(
             self.scaled, self.squares, self.model.head.weight, self.logits, self.norms[-1].eps, self.gains[-1]
@@ -160,8 +160,8 @@ def fused_step(model: Llama, rooms: Sequence[Tensor], positions: Tensor) -> Fuse
 def serves(model: Llama, rooms: Sequence[Tensor]) -> bool:
     """Whether the kernels support a model: an unmodified `Llama` with whole, contiguous weights of one dtype, no hooks
     and few rows."""
+    from flashspan.generate.kernels.matvec import MAX_ROWS
     from flashspan.kernels.portable import decode
-    from flashspan.kernels.portable.matvec import MAX_ROWS
 
     dtype, device = model.head.weight.dtype, model.head.weight.device
     kinds = (Llama, Block, Attention, FeedForward, RMSNorm, nn.Linear, nn.Embedding, nn.ModuleList)

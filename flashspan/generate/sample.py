@@ -77,7 +77,7 @@ def most_probable(logits: Tensor, ended: Tensor, not_finite: Tensor, ends: Tenso
     and have a logit that is not finite; then `ended` becomes True for rows whose token is one of `ends`."""
     if not logits.is_cuda or FAILED or importlib.util.find_spec("triton") is None:
         return None
-    from flashspan.kernels.portable import most_probable as kernel
+    from flashspan.generate.kernels import most_probable as kernel
 
     try:
         return kernel.most_probable(logits, ended, not_finite, ends)

@@ -97,7 +97,11 @@ def no_hopper(device: torch.device) -> str | None:
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) != (9, 0):
         return f"needs a Hopper GPU (sm_90), not sm_{major}{minor}"
-    return _fault_of_gluon()
+    try:
+        importlib.import_module("flashspan.kernels.hopper")
+    except Exception as error:  # a name that changed in Triton may raise any error
+        return f"cannot be imported with this release of Triton: {type(error).__name__}: {error}"
+    return None
 
 
 def _hopper(call: Call) -> str | None:
@@ -117,14 +121,6 @@ def _hopper(call: Call) -> str | None:
         from flashspan.kernels.hopper.lists import refusal
 
         return refusal(call.block, call.head_dim)
-    return None
-
-
-def _fault_of_gluon() -> str | None:
-    try:
-        importlib.import_module("flashspan.kernels.hopper")
-    except Exception as error:  # a name that changed in Triton may raise any error
-        return f"cannot be imported with this release of Triton: {type(error).__name__}: {error}"
     return None
 
 
@@ -223,22 +219,14 @@ def forget() -> None:
     CACHE.clear()
 
 
-def backward_of_output(
-    local: Any,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    problem: Problem,
-    **into: Tensor,
-) -> None:
-    """`backward_of_output` of a backend's module; if it has none, `backward` with a delta computed here."""
+def backward_of_output(local: Any, given: tuple[Tensor, ...], problem: Problem, **into: Tensor) -> None:
+    """`backward_of_output` of a backend's module, given dout, q, k, v, out and lse; if it has none, `backward` with a
+    delta computed here."""
     of_output = getattr(local, "backward_of_output", None)
     if of_output is not None:
-        of_output(dout, q, k, v, out, lse, problem, **into)
+        of_output(*given, problem, **into)
     else:
+        dout, q, k, v, out, lse = given
         local.backward(dout, q, k, v, lse, row_delta(dout, out), problem, accumulate=False, **into)
 
 
@@ -261,9 +249,8 @@ class Chosen(NamedTuple):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem, **into: Tensor
     ) -> None:
         """backward without `accumulate`, with delta = rowsum(dout * out), where `out` is the output over all keys."""
-
         given = (dout, q, k, v, out, lse)
-        self._serve(lambda local, problem: backward_of_output(local, *given, problem, **into), q, problem)
+        self._serve(lambda local, problem: backward_of_output(local, given, problem, **into), q, problem)
 
     def compile_backward(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> None:
         """Start compiling the kernels of a call's backward pass while forward compiles; once for similar calls. Only
@@ -284,7 +271,7 @@ class Chosen(NamedTuple):
             if not getattr(local, "COMPILES", False):
                 return
             alike = problem._replace(mask=mask.to("meta"))
-            launches = launches_of(lambda: backward_of_output(local, *tensors, alike, **into))
+            launches = launches_of(lambda: backward_of_output(local, tensors, alike, **into))
             compile_ahead(launches, device.index)
 
         self._serve(start, q, problem)

@@ -23,7 +23,7 @@ from flashspan.kernels import tiled
 from flashspan.kernels.contract import Carry, Problem
 from flashspan.kernels.masks import Band, Mask, Rows
 from flashspan.kernels.merge import merge
-from flashspan.kernels.torch_private import flash_cpu, flash_cpu_backward
+from flashspan.torch_private import flash_cpu, flash_cpu_backward
 
 CHUNK = 256  # rows that share one dense mask
 SHORT = 64  # runs of rows shorter than this share dense masks: a call for each run would take longer
@@ -130,10 +130,7 @@ def _backward(
             if stand_in is not dout_rows:
                 dv = flash_cpu_backward(dout_rows, *tensors, **options)[2]
             for total, where, grad in zip(sums, (rows, keys, keys), (dq, dk, dv), strict=True):
-                if overwrite:
-                    total.copy_(grad)
-                else:
-                    total[sequence, :, where].add_(grad)
+                total.copy_(grad) if overwrite else total[sequence, :, where].add_(grad)
     for total, total_sum in zip(totals, sums, strict=True):
         if total_sum is not total:
             total.copy_(total_sum)

@@ -36,19 +36,14 @@ class Dropout:
     first: int = 0
     batch_stride: int | None = None  # None: the number of heads in q
 
-    def streams(self, num_batch: int, num_heads: int) -> Tensor:
-        """The stream number of each (batch, head), int64 [B, H]."""
-        device = self.seed.device
-        stride = num_heads if self.batch_stride is None else self.batch_stride
-        batch = torch.arange(num_batch, device=device) * stride
-        return self.first + batch[:, None] + torch.arange(num_heads, device=device)
-
     def keep(self, num_batch: int, num_heads: int, q: range, k: range) -> Tensor:
         """Whether dropout keeps each pair of these local rows and columns, bool [B, H, len(q), len(k)]."""
         i, j = self._positions(q, self.q_positions), self._positions(k, self.k_positions)
         low, high = self.seed & MASK32, (self.seed >> 32) & MASK32
-        stream = mix(low ^ mix(self.streams(num_batch, num_heads)))
-        row = mix((stream[..., None] + i.long()) & MASK32)
+        batch, head = (torch.arange(num, device=self.seed.device) for num in (num_batch, num_heads))
+        stride = num_heads if self.batch_stride is None else self.batch_stride
+        stream = self.first + batch[:, None] * stride + head  # [B, H]
+        row = mix((mix(low ^ mix(stream))[..., None] + i.long()) & MASK32)
         column = mix((mix(high) + j.long()) & MASK32)
         return mix(row[..., None] ^ column) >= self.threshold
 

@@ -63,10 +63,7 @@ def backward(
         (dk, _sum_groups(dscores.mT @ q.to(scores.dtype), k)),
         (dv, _sum_groups((torch.where(visible, probs, 0.0) * survival).mT @ dout, v)),
     ):
-        if accumulate:
-            total.add_(part)
-        else:
-            total.copy_(part)
+        total.add_(part) if accumulate else total.copy_(part)
 
 
 def _scores(q: Tensor, k: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:

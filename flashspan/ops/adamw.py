@@ -17,7 +17,7 @@ class AdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient; if `found_inf` is set and not 0, update nothing."""
-        from flashspan.kernels.portable.adamw import adamw, fits
+        from flashspan.ops.kernels.adamw import adamw, fits
 
         parts: list[tuple[dict[str, Any], list[list[Tensor]]]] = []
         for group in self.param_groups:

@@ -19,7 +19,7 @@ def losses_and_gradients(logits: Tensor, targets: Tensor, *, ignored: int) -> tu
     A gradient is the probabilities, minus 1 at the target; it is 0 in a row whose target is `ignored`.
     """
     if has_kernel(logits.device):
-        from flashspan.kernels.portable.cross_entropy import losses_and_gradients
+        from flashspan.ops.kernels.cross_entropy import losses_and_gradients
 
         return losses_and_gradients(logits, targets, ignored=ignored)
     return reference(logits, targets, ignored=ignored)

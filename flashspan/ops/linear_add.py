@@ -30,7 +30,7 @@ def _add_product(x: Tensor, a: Tensor, weight: Tensor) -> Tensor:
 @_add_product.register_kernel("cuda")
 def _(x: Tensor, a: Tensor, weight: Tensor) -> Tensor:
     def kernel() -> Tensor:
-        from flashspan.kernels.hopper import residual
+        from flashspan.ops.kernels import residual
 
         return residual.sum_of_products(x, (a, weight), transposed=True)
 
@@ -68,7 +68,7 @@ def sum_of_products(rows: list[Tensor], weights: list[Tensor]) -> Tensor:
 @sum_of_products.register_kernel("cuda")
 def _(rows: list[Tensor], weights: list[Tensor]) -> Tensor:
     def kernel() -> Tensor:
-        from flashspan.kernels.hopper import residual
+        from flashspan.ops.kernels import residual
 
         return residual.sum_of_products(None, *zip(rows, weights, strict=True), transposed=False)
 

@@ -52,7 +52,7 @@ def _(
     x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, cos: Tensor, sin: Tensor, unit: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     def kernel() -> tuple[Tensor, Tensor, Tensor]:
-        from flashspan.kernels.hopper import projection
+        from flashspan.ops.kernels import projection
 
         return projection.project(x, (wq, wk, wv), cos.contiguous(), sin.contiguous(), unit)
 

@@ -56,7 +56,7 @@ def _(
     x: Tensor | None, normed: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     def kernel() -> tuple[Tensor, Tensor, Tensor]:
-        from flashspan.kernels.hopper import gated, residual
+        from flashspan.ops.kernels import gated, residual
 
         gate, up, h = gated.gated(normed, gate_weight, up_weight)
         return residual.sum_of_products(x, (h, down_weight), transposed=True), gate, up
@@ -83,7 +83,7 @@ def _gated_backward(dout: Tensor, down_weight: Tensor, gate: Tensor, up: Tensor)
 @_gated_backward.register_kernel("cuda")
 def _(dout: Tensor, down_weight: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     def kernel() -> tuple[Tensor, Tensor, Tensor]:
-        from flashspan.kernels.hopper import gated
+        from flashspan.ops.kernels import gated
 
         return gated.gated_backward(dout, down_weight, gate, up)
 

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from flashspan import promise
 from flashspan.context.layout import Layout, Placement, deal, place
 from flashspan.context.strategy import ContextAttention, context_parallel
-from flashspan.kernels import promise
 from flashspan.kernels.dropout import Dropout
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band, Blocks, Mask
-from flashspan.kernels.masks.patterns import documents, prefix, ragged
+from flashspan.masks.patterns import documents, prefix, ragged
 from tests.context import nccl_like
 
 RESULTS = ("out", "lse", "dq", "dk", "dv")

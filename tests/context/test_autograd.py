@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from flashspan.context import STRATEGIES, context_parallel
 from flashspan.context.recompute import keep_attention
 from flashspan.kernels.masks import Blocks
-from flashspan.kernels.masks.patterns import documents
+from flashspan.masks.patterns import documents
 from tests.context.cases import Case, attention_of
 
 OnRanks = Callable[..., list[Any]]

@@ -18,7 +18,8 @@ from flashspan.context.runs import Runs, union
 from flashspan.context.schedule import Shape, bytes_sent, reverse
 from flashspan.context.verify import ScheduleError, verify
 from flashspan.context.visibility import Visibility
-from flashspan.kernels.masks import CAUSAL, Band, Blocks, Mask, dense, patterns
+from flashspan.kernels.masks import CAUSAL, Band, Blocks, Mask, dense
+from flashspan.masks import patterns
 from tests.context.cases import group_of
 from tests.context.test_execute import make, one_device, run_all
 

@@ -15,7 +15,7 @@ from flashspan.context.layout import place
 from flashspan.context.schedule import reverse
 from flashspan.context.visibility import Visibility
 from flashspan.kernels.masks import CAUSAL
-from flashspan.kernels.masks.patterns import random_blocks
+from flashspan.masks.patterns import random_blocks
 
 
 @pytest.mark.parametrize("name", ["ring", "helper"])

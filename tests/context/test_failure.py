@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from flashspan import attention
 from flashspan.context import Placement, context_parallel
 from flashspan.kernels.masks import Blocks, Rows
-from flashspan.kernels.masks.patterns import documents, window
 from flashspan.launch import RankError, Ranks
+from flashspan.masks.patterns import documents, window
 from tests.context.cases import Case, attention_of, group_of
 
 OnRanks = Callable[..., list[Any]]

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from flashspan.context import context_parallel
 from flashspan.context.layout import LAYOUTS, Placement, _assign_longest_first, balanced, contiguous, cut, deal, place
 from flashspan.context.runs import Runs
-from flashspan.kernels.masks import CAUSAL, Blocks, patterns
+from flashspan.kernels.masks import CAUSAL, Blocks
+from flashspan.masks import patterns
 
 ranks_and_tokens = st.tuples(st.integers(1, 9), st.integers(0, 60))
 

@@ -20,7 +20,7 @@ from flashspan.context.strategy import ContextAttention
 from flashspan.context.visibility import Visibility
 from flashspan.kernels.backends import Chosen
 from flashspan.kernels.masks import CAUSAL
-from flashspan.kernels.masks.patterns import documents
+from flashspan.masks.patterns import documents
 from flashspan.model import LlamaConfig
 from flashspan.plan import ParallelConfig, Run
 from flashspan.plan.devices import DEVICES, Cluster, Link

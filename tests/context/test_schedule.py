@@ -17,7 +17,7 @@ from flashspan.context.schedule import Schedule, Shape, bytes_sent, reverse
 from flashspan.context.verify import ScheduleError, verify
 from flashspan.context.visibility import Visibility
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band, Mask, dense
-from flashspan.kernels.masks.patterns import documents, prefix, window
+from flashspan.masks.patterns import documents, prefix, window
 
 Generator = Callable[[Visibility], Schedule]
 

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flashspan.kernels import promise, reference
+from flashspan import promise
+from flashspan.kernels import reference
 from flashspan.kernels.contract import Problem
 from flashspan.kernels.delta import row_delta
 from flashspan.kernels.dropout import Dropout
 from flashspan.kernels.masks import Band, Mask, Positions, Rows
-from flashspan.kernels.masks.patterns import documents, prefix, ragged
+from flashspan.masks.patterns import documents, prefix, ragged
 
 FORWARD_BOUND, GRADIENT_BOUND = promise.FORWARD, promise.GRADIENT  # of float32
 

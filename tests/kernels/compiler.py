@@ -17,7 +17,7 @@ from typing import Any
 
 SERVER = """
 import json, os, sys, traceback
-import flashspan.kernels.compile
+import benchmarks.compile_kernels
 
 for line in sys.stdin:
     program, words, output = json.loads(line)
@@ -36,6 +36,7 @@ for line in sys.stdin:
         os._exit(code)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
+ROOT = Path(__file__).parents[2]  # the programs import flashspan and benchmarks from here
 SECONDS = 110
 
 
@@ -43,7 +44,8 @@ SECONDS = 110
 def _server() -> subprocess.Popen[str]:
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     command = [sys.executable, "-c", SERVER]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment, cwd=ROOT)
 
 
 def run_apart(program: str, *words: str) -> list[Any]:

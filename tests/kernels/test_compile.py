@@ -10,7 +10,7 @@ from tests.kernels.compiler import compile_apart, run_apart
 
 PROGRAM = """
 import json, sys, torch
-from flashspan.kernels.compile import compile_launch, shipped_launches
+from benchmarks.compile_kernels import compile_launch, shipped_launches
 for made, dtype, head_dim in json.loads(sys.argv[1]):
     cost = compile_launch(shipped_launches(getattr(torch, dtype), head_dim)[made])
     wide, narrow = cost.instructions["HGMMA"], cost.instructions["HMMA"]
@@ -70,14 +70,14 @@ def test_every_tile_compiles_without_spills(made: str, dtype: str, head_dim: int
 def test_help_is_shown_and_nothing_compiled(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from flashspan.kernels import compile as program
+    from benchmarks import compile_kernels
 
-    monkeypatch.setattr(program, "compile_launch", lambda _: pytest.fail("something was compiled"))
-    monkeypatch.setattr(sys, "argv", ["compile", "--help"])
+    monkeypatch.setattr(compile_kernels, "compile_launch", lambda _: pytest.fail("something was compiled"))
+    monkeypatch.setattr(sys, "argv", ["compile_kernels", "--help"])
     with pytest.raises(SystemExit) as end:
-        program.main()
+        compile_kernels.main()
     assert end.value.code == 0
-    assert "python -m flashspan.kernels.compile" in capsys.readouterr().out
+    assert "python -m benchmarks.compile_kernels" in capsys.readouterr().out
 
 
 def test_the_lists_above_are_the_whole_table() -> None:
@@ -91,7 +91,7 @@ def test_the_lists_above_are_the_whole_table() -> None:
 ELSEWHERE = """
 import json, sys, torch
 from flashspan.kernels.masks import Blocks
-from flashspan.kernels.compile import compile_for, shipped_launches
+from benchmarks.compile_kernels import compile_for, shipped_launches
 from flashspan.kernels.dropout import Dropout
 from flashspan.kernels.masks import CAUSAL
 from flashspan.kernels.portable import tiles
@@ -131,11 +131,12 @@ def test_every_tile_fits_every_gpu(
 
 TIGHTEST = """
 import json, sys, torch
+from flashspan.kernels.contract import Problem
 from flashspan.kernels.masks import Blocks
-from flashspan.kernels.compile import compile_launch
+from benchmarks.compile_kernels import compile_launch
 from flashspan.kernels.dropout import Dropout
 from flashspan.kernels.masks import CAUSAL
-from flashspan.kernels.masks.patterns import documents
+from flashspan.masks.patterns import documents
 from flashspan.kernels.portable.backward import backward_launches
 asked = sys.argv[1].split()
 T = 32768 if "grouped" in asked else 4096  # so many that a group of heads is not divided
@@ -146,9 +147,8 @@ rows, positions = torch.empty(1, 8, T, device="meta"), torch.empty(T, dtype=torc
 dropout = Dropout(0.1, torch.empty(1, dtype=torch.int64, device="meta"), positions, positions)
 add = "add" in asked
 made = [x.float() if add else x for x in (q, k, v)]
-launches = backward_launches(
-    dout, q, k, v, rows, rows, mask, 0.125, *made, add, dropout if "dropout" in asked else None
-)
+problem = Problem(mask, 0.125, dropout if "dropout" in asked else None)
+launches = backward_launches((dout, q, k, v, rows, rows), problem, made, add)
 assert "sum of parts" not in launches
 print(json.dumps(compile_launch(launches["dk dv"]).spilled_bytes))
 """
@@ -172,9 +172,9 @@ def test_the_tightest_pass_never_spills(asked: str) -> None:
 
 HOPPER = """
 import json, math, sys, torch
-from flashspan.kernels.compile import compile_launch, hopper_launches
+from benchmarks.compile_kernels import compile_launch, hopper_launches
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band
-from flashspan.kernels.masks.patterns import documents
+from flashspan.masks.patterns import documents
 masks = {
     "causal": {"mask": CAUSAL},
     "long": {"mask": CAUSAL, "num_tokens": 8192},
@@ -283,7 +283,7 @@ def check_hopper(*kernels: Hopper) -> None:
 
 KEPT = """
 import gc, json, torch, weakref
-from flashspan.kernels.compile import hopper_launches
+from benchmarks.compile_kernels import hopper_launches
 launches = hopper_launches(torch.bfloat16, 128)
 described = [weakref.ref(x.base) for launch in launches.values() for x in launch.arguments if hasattr(x, "base")]
 del launches

@@ -20,7 +20,7 @@ from flashspan.kernels.contract import Carry, Problem
 from flashspan.kernels.delta import row_delta
 from flashspan.kernels.dropout import Dropout
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, NOTHING, Band, Mask, dense
-from flashspan.kernels.masks.patterns import causal, documents, ragged, window
+from flashspan.masks.patterns import causal, documents, ragged, window
 from tests.kernels.cases import (
     FORWARD_BOUND,
     GRADIENT_BOUND,

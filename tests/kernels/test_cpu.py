@@ -20,7 +20,7 @@ from flashspan.kernels import cpu, reference, tiled
 from flashspan.kernels.contract import LocalAttention, Problem
 from flashspan.kernels.delta import row_delta
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band, Mask, dense
-from flashspan.kernels.masks.patterns import causal, documents, window
+from flashspan.masks.patterns import causal, documents, window
 from tests.kernels.cases import Shape, examples, make_inputs, masks, relative, shapes, solve
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashspan.kernels import portable, promise
+from flashspan import promise
+from flashspan.kernels import portable
 from flashspan.kernels.contract import Carry, Problem
 from flashspan.kernels.failure import KernelFailed
 from flashspan.kernels.launch import triton_abi
 from flashspan.kernels.masks import EVERYTHING, Band, Mask, Rows
-from flashspan.kernels.masks.patterns import ragged
 from flashspan.kernels.portable import decode
+from flashspan.masks.patterns import ragged
 from tests.kernels.cases import Inputs, Shape, check_lse, make_inputs, relative, solve
 from tests.kernels.compiler import compile_apart
 
@@ -175,7 +176,7 @@ def test_what_does_not_compile_is_served_by_the_other_kernel(monkeypatch: pytest
 
 PROGRAM = """
 import json, sys, torch
-from flashspan.kernels.compile import compile_launch
+from benchmarks.compile_kernels import compile_launch
 from flashspan.kernels.masks import Band
 from flashspan.kernels.portable import decode
 for num_queries, head_dim, dtype in json.loads(sys.argv[1]):

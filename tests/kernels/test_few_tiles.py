@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from flashspan import attention
-from flashspan.kernels import hopper, promise
+from flashspan import attention, promise
+from flashspan.kernels import hopper
 from flashspan.kernels.contract import Problem
 from flashspan.kernels.launch.compiling import launches_of
 from flashspan.kernels.launch.launch import Launch
@@ -125,7 +125,7 @@ def test_rows_are_repaired_only_if_keys_are_hidden_or_v_is_converted(length: int
 PROGRAM = """
 import json, sys
 import torch
-from flashspan.kernels.compile import compile_launch
+from benchmarks.compile_kernels import compile_launch
 from flashspan.kernels.masks import CAUSAL
 from flashspan.kernels.portable import few_tiles
 for head_dim, length in json.loads(sys.argv[1]):

@@ -14,7 +14,7 @@ from flashspan import attention, masks
 from flashspan.kernels import reference
 from flashspan.kernels.contract import Problem
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band, Mask, Rows, dense
-from flashspan.kernels.masks.patterns import random_blocks
+from flashspan.masks.patterns import random_blocks
 from tests.kernels.cases import relative
 from tests.kernels.hopper_cases import FORWARD_BOUND, GRADIENT_BOUND, ON_HOPPER, UNIT, WAYS, check, tensors
 

@@ -20,7 +20,7 @@ from tests.kernels.hopper_cases import ON_HOPPER
 PROGRAM = """
 import json, sys, torch
 from flashspan.kernels.masks import Blocks
-from flashspan.kernels.compile import compile_launch, hopper_launches
+from benchmarks.compile_kernels import compile_launch, hopper_launches
 from flashspan.kernels.masks import CAUSAL
 which, head_dim = sys.argv[1], int(sys.argv[2])
 launch = hopper_launches(torch.bfloat16, head_dim, mask=Blocks.of(CAUSAL, 4096, 4096))[which]

@@ -13,9 +13,9 @@ from flashspan.kernels import portable, reference
 from flashspan.kernels.contract import Carry, Problem
 from flashspan.kernels.launch.launch import Launch
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band, Blocks, Mask, Rows
-from flashspan.kernels.masks.patterns import documents, random_blocks
 from flashspan.kernels.portable import arguments
 from flashspan.kernels.portable.delta import row_delta
+from flashspan.masks.patterns import documents, random_blocks
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band, Mask, Rows
-from flashspan.kernels.masks.patterns import documents, random_blocks
+from flashspan.masks.patterns import documents, random_blocks
 from tests.kernels.hopper_cases import ON_HOPPER, check, let_hopper_serve_short_calls, tensors
 
 pytestmark = ON_HOPPER

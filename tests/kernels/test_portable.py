@@ -13,7 +13,7 @@ from flashspan.kernels import portable
 from flashspan.kernels.contract import Carry, Problem
 from flashspan.kernels.dropout import Dropout
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band, Mask, Rows
-from flashspan.kernels.masks.patterns import documents, ragged
+from flashspan.masks.patterns import documents, ragged
 from tests.kernels.cases import FORWARD_BOUND, GRADIENT_BOUND, Inputs, Shape, check_lse, make_inputs, relative, solve
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here, not interpreted")

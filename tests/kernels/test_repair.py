@@ -11,8 +11,8 @@ from torch import Tensor
 from flashspan.kernels import portable
 from flashspan.kernels.contract import Carry, Problem
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band, Blocks, Mask
-from flashspan.kernels.masks.patterns import documents, ragged
 from flashspan.kernels.portable.forward import forward_launch
+from flashspan.masks.patterns import documents, ragged
 from tests.kernels.cases import FORWARD_BOUND, Inputs, Shape, make_inputs, relative
 from tests.kernels.compiler import run_apart
 
@@ -100,9 +100,9 @@ def test_few_programs_look_at_any_number_of_flags(sparse: bool) -> None:
 PROGRAM = """
 import json, sys, torch
 from flashspan.kernels.masks import Blocks
-from flashspan.kernels.compile import compile_launch
+from benchmarks.compile_kernels import compile_launch
 from flashspan.kernels.masks import CAUSAL
-from flashspan.kernels.masks.patterns import documents
+from flashspan.masks.patterns import documents
 from flashspan.kernels.portable.forward import forward_launch
 kind, head_dim, carry = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "carry"
 mask = {"band": CAUSAL, "rows": documents([1000, 3096]), "blocks": Blocks.of(CAUSAL, 4096, 4096)}[kind]

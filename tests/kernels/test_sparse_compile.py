@@ -11,7 +11,7 @@ from tests.kernels.test_compile import COMMON, REST, allowed
 PROGRAM = """
 import json, sys, torch
 from flashspan.kernels.masks import Blocks
-from flashspan.kernels.compile import compile_launch, shipped_launches
+from benchmarks.compile_kernels import compile_launch, shipped_launches
 from flashspan.kernels.masks import CAUSAL
 for made, dtype, head_dim in json.loads(sys.argv[1]):
     mask = Blocks.of(CAUSAL, 4096, 4096)
@@ -40,16 +40,16 @@ def test_every_tile_compiles_without_spills(made: str, dtype: str, head_dim: int
 
 MAPPING = """
 import json, torch
-from flashspan.kernels import compile
+from benchmarks.compile_kernels import compile_launch
 from flashspan.kernels.masks.build_triton import Building
-from flashspan.kernels.masks.runs_triton import runs_launch
+from flashspan.masks.runs_triton import runs_launch
 launches = []
 for length in (4096, 1000, 999):  # whole tiles, ragged ones, and a tensor that is read by bytes
     building = Building(torch.empty(1, 2, length, length, dtype=torch.bool, device="meta"), (128, 128))
     rows = torch.empty(2, length, dtype=torch.int32, device="meta")
     launches += [building.classify_launch(), runs_launch(building.visible[0], rows, rows, rows)]
 launches += [building.measure_launch(), building.write_launch(building.allocate(99, 9))]
-costs = [compile.compile_launch(launch) for launch in launches]
+costs = [compile_launch(launch) for launch in launches]
 fences = [cost.instructions["MEMBAR"] for cost in costs]
 print(json.dumps([(cost.spilled_bytes, cost.registers, cost.shared_bytes) for cost in costs] + [fences]))
 """

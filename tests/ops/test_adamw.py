@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flashspan.kernels.portable import adamw as kernel
-from flashspan.kernels.portable.adamw import BLOCK, adamw, fits
 from flashspan.ops.adamw import AdamW
+from flashspan.ops.kernels import adamw as kernel
+from flashspan.ops.kernels.adamw import BLOCK, adamw, fits
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"

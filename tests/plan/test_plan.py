@@ -216,7 +216,7 @@ def test_the_time_of_the_loss_kernel_is_that_of_an_h200() -> None:
     moved = run.tokens * run.model.vocab_size * moved_per_logit(run, 1)
     assert 1e3 * moved / (device.bandwidth * device.traffic_share) == pytest.approx(
         0.78, rel=0.15
-    )  # portable/cross_entropy.py
+    )  # ops/kernels/cross_entropy.py
 
 
 def test_users_extend_the_table(tmp_path: Path) -> None:

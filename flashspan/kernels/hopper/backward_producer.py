@@ -76,10 +76,8 @@ def _load_keys(turn, tensors, buffers, barriers, sizes, b, i_k, n0, config):
 @gluon.jit
 def _load_row_numbers(desc, row, bar, buffer):
     """Load one number per row, from `row` on: in float32, or in three bfloat16 parts (parts.py)."""
-    if len(desc.block_type.shape) == 2:
-        tma.async_copy_global_to_shared(desc, [row, 0], bar, buffer)
-    else:
-        tma.async_copy_global_to_shared(desc, [row], bar, buffer)
+    where = [row, 0] if len(desc.block_type.shape) == 2 else [row]
+    tma.async_copy_global_to_shared(desc, where, bar, buffer)
 
 
 @gluon.jit

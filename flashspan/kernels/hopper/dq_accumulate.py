@@ -108,10 +108,7 @@ def _add(desc_dq, b, h, m0, row, state, count, buffers, barriers, config):
     """Add dQ number `count`, of the queries from m0 on, or store it if the state is 0. `row` is the index of query m0
     in the rows of all heads."""
     dq_s, dq_full = buffers.dq_s, barriers.dq_full
-    if config.ACCUMULATE:
-        where = [b, h, m0, 0]
-    else:
-        where = [row // (dq_s.shape[2] // config.BLOCK_D), 0]
+    where = [b, h, m0, 0] if config.ACCUMULATE else [row // (dq_s.shape[2] // config.BLOCK_D), 0]
     stage, phase = dq_stage(count, dq_full.shape[0])
     mbarrier.wait(dq_full.index(stage), phase)
     if state == 0:
@@ -120,14 +117,6 @@ def _add(desc_dq, b, h, m0, row, state, count, buffers, barriers, config):
         reduce_add(desc_dq, where, dq_s.index(stage))
     tma.store_wait(0)
     mbarrier.arrive(barriers.dq_empty.index(stage), count=1)
-
-
-@gluon.jit
-def _drop(count, dq_full, dq_empty):
-    """Drop the first dQ of a tile, which belongs to no block: see `_consume` in backward.py."""
-    stage, phase = dq_stage(count, dq_full.shape[0])
-    mbarrier.wait(dq_full.index(stage), phase)
-    mbarrier.arrive(dq_empty.index(stage), count=1)
 
 
 @gluon.jit
@@ -140,8 +129,10 @@ def add_dq(tensors, buffers, barriers, sizes, mask, schedule, config):
     tile, i_b, i_k, n0, first, first_full, end_full, end = published_work(turn, schedule, 1)
     while tile < schedule.num_tiles:
         n = end - first
-        if DROPPED:
-            _drop(count, barriers.dq_full, barriers.dq_empty)
+        if DROPPED:  # a tile's first dQ, which belongs to no block: see `_consume` in backward.py
+            stage, phase = dq_stage(count, barriers.dq_full.shape[0])
+            mbarrier.wait(barriers.dq_full.index(stage), phase)
+            mbarrier.arrive(barriers.dq_empty.index(stage), count=1)
         for j in range(n * sizes.G):
             i_h = i_k * sizes.G + j // n
             m0 = nth_block(j % n, first, first_full, end_full, end) * BLOCK_Q

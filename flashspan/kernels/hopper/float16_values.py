@@ -70,10 +70,6 @@ def _distinct(v: Tensor) -> list[int]:
 def float16_launch(v: Tensor, fine: Tensor) -> Launch:
     """The launch that converts v into `fine`, which comes from `empty_float16`."""
     B, H, S, D = _distinct(v)
-    block = 32
-    return Launch(
-        float16_kernel,
-        (triton.cdiv(S, block) * B * H,),
-        (v, fine, *(step // 8 for step in v.stride()[:3]), H, S),
-        {"D": D, "BD": block_dim(D), "BN": block},
-    )
+    arguments = (v, fine, *(step // 8 for step in v.stride()[:3]), H, S)
+    constants = {"D": D, "BD": block_dim(D), "BN": 32}
+    return Launch(float16_kernel, (triton.cdiv(S, 32) * B * H,), arguments, constants)

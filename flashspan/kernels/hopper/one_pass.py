@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import triton
 from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flashspan.kernels.hopper.backward import backward_kernel
-from flashspan.kernels.hopper.lists import lists_backward_launch
+from flashspan.kernels.hopper.backward import backward_kernel, lists_backward_kernel
+from flashspan.kernels.hopper.lists import describe_bits
 from flashspan.kernels.hopper.parts import is_unit
 from flashspan.kernels.hopper.tensors import (
     BackwardInputs,
@@ -16,11 +17,12 @@ from flashspan.kernels.hopper.tensors import (
     key_heads_for_keys,
     multiprocessors,
 )
-from flashspan.kernels.hopper.tiles import BACKWARD, Backward, backward_tile, dq_turns, warps
+from flashspan.kernels.hopper.tiles import BACKWARD, WARPS, Backward, backward_tile, dq_turns, warps
 from flashspan.kernels.launch.launch import Launch
 from flashspan.kernels.masks import Band, Blocks, Mask
 from flashspan.kernels.portable.arguments import LOG2E, mask_arguments
 from flashspan.kernels.portable.gradient_parts import count_equal_parts, count_parts
+from flashspan.kernels.portable.sparse import maps
 
 CUT_BLOCKS = 16
 """About how many blocks of queries a part of a tile has, if gradients are accumulated and tiles are split."""
@@ -56,8 +58,8 @@ def sees_all(mask: Band, T: int, S: int) -> bool:
 def backward_launch(given: BackwardInputs) -> Launch:
     """The launch of the one-pass kernel. It computes dk and dv and, unless given.dq is None, adds to dq."""
     if isinstance(given.mask, Blocks):
-        return lists_backward_launch(given)
-    dout, q, k, v, minus_lse, minus_delta, mask, scale, sums, dk, dv, accumulate, states, counter = given
+        return _lists_launch(given)
+    _, q, k, _, minus_lse, _, mask, scale, sums, dk, _, accumulate, states, counter = given
     B, H, T, D = q.shape
     K, S = dk.shape[1], k.shape[2]
     table, _, _, first, last, _, s_columns, lo, hi, _ = mask_arguments(mask, T, S, minus_lse)
@@ -87,13 +89,8 @@ def backward_launch(given: BackwardInputs) -> Launch:
         backward_kernel,
         (min(num_tiles, chip),),
         (
-            describe(q, 1, 1, tile.block_q, wide), describe(dout, 1, 1, tile.block_q, wide),
-            describe(k, 1, 1, tile.block_k, wide), describe(v, 1, 1, tile.block_k, wide),
-            describe_sums(q if sums is None else sums, sums is None or accumulate, tile.block_q, wide),
-            *(describe(x, 1, 1, tile.block_k, wide * 2 // x.itemsize) for x in (dk, dv)),
-            *(describe(x, tile.block_q, *x.shape[1:]) for x in (minus_lse, minus_delta)), states, first, last, counter,
-            s_columns, H, K, H // K, T, S, len(minus_lse) // (B * H), lo, hi, scale * LOG2E, scale, section,
-            num_tiles, whole, parts,
+            *_descriptors(given, tile), states, first, last, counter, s_columns, H, K, H // K, T, S,
+            len(minus_lse) // (B * H), lo, hi, scale * LOG2E, scale, section, num_tiles, whole, parts,
         ),
         {
             "STAGES": 2, "TABLE": table, "ACCUMULATE": accumulate,
@@ -103,3 +100,40 @@ def backward_launch(given: BackwardInputs) -> Launch:
             "UNIT_SCALE": is_unit(q, scale), **warps(tile.warpgroups),
         },
     )  # fmt: skip
+
+
+def _lists_launch(given: BackwardInputs) -> Launch:
+    """The launch of the one-pass backward kernel for a block map."""
+    _, q, k, _, minus_lse, _, mask, scale, sums, dk, _, accumulate, states, counter = given
+    assert isinstance(mask, Blocks)
+    assert sums is not None
+    B, H, T, D = q.shape
+    K, S = dk.shape[1], k.shape[2]
+    wide, lines, chip = block_dim(D), mask.columns.spans.shape[2], multiprocessors(q.device)
+    tile = BACKWARD[wide]
+    section = key_heads_for_keys(q, dk, lines)
+    return Launch(
+        lists_backward_kernel,
+        (min(lines * B * K, chip),),
+        (
+            *_descriptors(given, tile), describe_bits(mask.bits_t, mask), states, *mask.columns.tensors, counter,
+            *maps(mask, mask.columns), H, K, H // K, T, S, len(minus_lse) // (B * H), scale * LOG2E, scale, section,
+            lines * B * K,
+        ),
+        {
+            "STAGES": 2, "ACCUMULATE": accumulate, "FIRST_STORES": not accumulate, "SPLIT_HEADS": k.shape[1] < K,
+            "WHOLE_DQ_STAGES": dq_turns(2, wide, True), **WARPS,
+        },
+    )  # fmt: skip
+
+
+def _descriptors(given: BackwardInputs, tile: Backward) -> list[TensorDescriptor]:
+    """The descriptors of q, dout, k, v, the sums of dq, dk, dv, -lse and -delta."""
+    wide, sums = block_dim(given.q.shape[-1]), given.dq
+    return [
+        *(describe(x, 1, 1, tile.block_q, wide) for x in (given.q, given.dout)),
+        *(describe(x, 1, 1, tile.block_k, wide) for x in (given.k, given.v)),
+        describe_sums(given.q if sums is None else sums, sums is None or given.accumulate, tile.block_q, wide),
+        *(describe(x, 1, 1, tile.block_k, wide * 2 // x.itemsize) for x in (given.dk, given.dv)),
+        *(describe(x, tile.block_q, *x.shape[1:]) for x in (given.minus_lse, given.minus_delta)),
+    ]

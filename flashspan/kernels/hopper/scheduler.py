@@ -67,9 +67,8 @@ def tile_position(tile, num_blocks, num_heads, section):
 
 @gluon.jit
 def locate_keys(
-    tile, num_tiles, sizes, mask, KEYS: gl.constexpr, QUERIES: gl.constexpr, TABLE: gl.constexpr,
-    WARPS: gl.constexpr,
-):  # fmt: skip
+    tile, num_tiles, sizes, mask, KEYS: gl.constexpr, QUERIES: gl.constexpr, TABLE: gl.constexpr, WARPS: gl.constexpr
+):
     """In backward: a tile's sequence, key head, first of KEYS keys, and the blocks of QUERIES queries to visit."""
     K, S = sizes.K, sizes.S
     num_blocks = gl.cdiv(S, KEYS)

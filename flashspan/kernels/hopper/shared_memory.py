@@ -134,7 +134,4 @@ def store_output(desc, b, h, row, x, buffer, ADD: gl.constexpr, FREE: gl.constex
     else:
         left, right = split_columns(x)
         store_tile(desc, b, h, row, 0, left, buffer, ADD, FREE)
-        if second is None:
-            store_tile(desc, b, h, row, HALF, right, buffer, ADD, False)
-        else:
-            store_tile(desc, b, h, row, HALF, right, second, ADD, True)
+        store_tile(desc, b, h, row, HALF, right, buffer if second is None else second, ADD, second is not None)

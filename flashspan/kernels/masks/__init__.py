@@ -2,7 +2,7 @@
 
 A slice of a band is a band if the ranges have equal steps, otherwise rows. A slice of rows is rows, and a slice of
 blocks is blocks. `&` of bands and rows is a band or rows. `|` and `~` give blocks, with two exceptions that give bands:
-`|` of bands that overlap or touch, and `~` of a band with one bound. Predefined masks are in patterns.py.
+`|` of bands that overlap or touch, and `~` of a band with one bound. flashspan/masks/patterns.py has ready masks.
 """
 
 from flashspan.kernels.masks.band import CAUSAL, EVERYTHING, NOTHING, Band

@@ -187,10 +187,8 @@ class BlockMap:
     ) -> BlockMap:
         """Combine both maps by an operation on tiles. A tile that has the kind `decides` in either map has that kind in
         the result. A tile that has the kind `yields` in both maps keeps it."""
-        one, two = (
-            replace(x, grid=grid)
-            for x, grid in zip((self, other), torch.broadcast_tensors(self.grid, other.grid), strict=True)
-        )
+        grids = torch.broadcast_tensors(self.grid, other.grid)
+        one, two = replace(self, grid=grids[0]), replace(other, grid=grids[1])
         first, second = one.kinds(), two.kinds()
         decided = (first == decides) | (second == decides)
         yielded = (first == yields) & (second == yields)

@@ -51,9 +51,11 @@ class Blocks(Mask):
     def from_dense(visible: Tensor, *, block: int | tuple[int, int] = 128) -> Blocks:
         """From bool [T, S], [H, T, S] or [B, H, T, S]. Size 1 means one map for the whole batch or for all heads."""
         visible, edges = build.check_dense(visible), check_block(block)
-        lists_and_bits = build.from_dense_on_gpu(visible, edges)
-        if lists_and_bits is not None:
-            return Blocks(visible.shape[2], visible.shape[3], edges, *lists_and_bits)
+        if build.has_kernels(visible):
+            from flashspan.kernels.masks.build_triton import build_dense
+
+            if (lists_and_bits := build_dense(visible, edges)) is not None:
+                return Blocks(visible.shape[2], visible.shape[3], edges, *lists_and_bits)
         return Blocks.of_map(build.from_dense(visible, edges))
 
     @staticmethod
@@ -71,7 +73,7 @@ class Blocks(Mask):
 
         num_batch, num_heads: number of maps; 1 if the rule does not depend on b (or h).
         """
-        return Blocks.of_map(build.from_rule(rule, num_queries, num_keys, num_batch, num_heads, block, device))
+        return Blocks.of_map(build.from_rule(rule, (num_batch, num_heads, num_queries, num_keys), block, device))
 
     @staticmethod
     def from_coarse(

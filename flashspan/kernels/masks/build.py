@@ -13,12 +13,18 @@ import torch
 from torch import Tensor
 
 from flashspan.kernels.masks import bits as packed
-from flashspan.kernels.masks.block_map import BlockMap, Lists, block_positions, check_block, classify
+from flashspan.kernels.masks.block_map import BlockMap, block_positions, check_block, classify
 from flashspan.kernels.masks.mask import EMPTY, FULL, PARTIAL, check_whole
-from flashspan.kernels.torch_private import is_in_torch_dispatch_mode
+from flashspan.torch_private import is_in_torch_dispatch_mode
 
 Rule: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """A function of int32 tensors (b, h, i, j), which broadcast to [rows, columns]. It returns bool: whether i sees j."""
+
+Shape: TypeAlias = tuple[int, ...]
+"""The numbers of maps along the batch and along the heads, of queries and of keys."""
+
+Chunk: TypeAlias = Callable[[int, int, slice, slice], Tensor]
+"""A function of a rectangle: sequence, head, rows and columns. It returns bool: whether each row sees each column."""
 
 
 def check_dense(visible: Tensor) -> Tensor:
@@ -43,42 +49,20 @@ def check_dense(visible: Tensor) -> Tensor:
 
 def from_dense(visible: Tensor, block: tuple[int, int]) -> BlockMap:
     """From bool [B, H, T, S]."""
-    num_batch, num_heads, num_queries, num_keys = visible.shape
-
-    def chunk(b: int, h: int, rows: slice, columns: slice) -> Tensor:
-        return visible[b, h, rows, columns]
-
-    return scan(num_batch, num_heads, num_queries, num_keys, block, chunk, visible.device)
+    return scan(visible.shape, block, lambda *where: visible[where], visible.device)
 
 
-def from_dense_on_gpu(visible: Tensor, block: tuple[int, int]) -> tuple[Lists, Lists, Tensor, Tensor] | None:
-    """Rows, columns, bits and transposed bits (blocks.py), computed by kernels; None if kernels cannot compute them."""
-    if not has_kernels(visible):
-        return None
-    from flashspan.kernels.masks.build_triton import build_dense
-
-    return build_dense(visible, block)
-
-
-def from_rule(
-    rule: Rule,
-    num_queries: int,
-    num_keys: int,
-    num_batch: int,
-    num_heads: int,
-    block: int | tuple[int, int],
-    device: torch.device | str,
-) -> BlockMap:
+def from_rule(rule: Rule, shape: Shape, block: int | tuple[int, int], device: torch.device | str) -> BlockMap:
     """From a function of index tensors (b, h, i, j) to bool."""
-    num_queries, num_keys = check_whole(num_queries=num_queries, num_keys=num_keys)
-    num_batch, num_heads = check_whole(1, num_batch=num_batch, num_heads=num_heads)
+    num_queries, num_keys = check_whole(num_queries=shape[2], num_keys=shape[3])
+    num_batch, num_heads = check_whole(1, num_batch=shape[0], num_heads=shape[1])
     device = torch.device(device)
 
     def chunk(b: int, h: int, rows: slice, columns: slice) -> Tensor:
         i, j = (torch.arange(x.start, x.stop, dtype=torch.int32, device=device) for x in (rows, columns))
         return call_rule(rule, i.new_full((1, 1), b), i.new_full((1, 1), h), i[:, None], j[None, :])
 
-    return scan(num_batch, num_heads, num_queries, num_keys, check_block(block), chunk, device)
+    return scan((num_batch, num_heads, num_queries, num_keys), check_block(block), chunk, device)
 
 
 def from_coarse(coarse: Tensor, num_queries: int, num_keys: int, size: int | tuple[int, int], block: int) -> BlockMap:
@@ -103,8 +87,7 @@ def from_coarse(coarse: Tensor, num_queries: int, num_keys: int, size: int | tup
         def rule(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             return coarse[b, h, i // size_q, j // size_k]
 
-        num_batch, num_heads = coarse.shape[:2]
-        return from_rule(rule, num_queries, num_keys, num_batch, num_heads, block, coarse.device)
+        return from_rule(rule, (*coarse.shape[:2], num_queries, num_keys), block, coarse.device)
     grid = coarse.repeat_interleave(size_q // block_q, 2).repeat_interleave(size_k // block_k, 3)
     grid = grid[:, :, : -(-num_queries // block_q), : -(-num_keys // block_k)]
     kinds = torch.where(grid, FULL, EMPTY).to(torch.uint8)
@@ -161,17 +144,9 @@ def call_rule(rule: Rule, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return seen.expand(shape)
 
 
-def scan(
-    num_batch: int,
-    num_heads: int,
-    num_queries: int,
-    num_keys: int,
-    block: tuple[int, int],
-    chunk: Callable[[int, int, slice, slice], Tensor],
-    device: torch.device,
-) -> BlockMap:
-    """The map of a mask whose bools `chunk` computes, a rectangle (b, h, rows, columns) at a time, each pair once."""
-    block_q, block_k = block
+def scan(shape: Shape, block: tuple[int, int], chunk: Chunk, device: torch.device) -> BlockMap:
+    """The map of a mask whose bools `chunk` computes, a rectangle at a time, each pair once."""
+    (num_batch, num_heads, num_queries, num_keys), (block_q, block_k) = shape, block
     num_q, num_k = -(-num_queries // block_q), -(-num_keys // block_k)
     across = max(1, min(num_k, packed.CHUNK // (block_q * block_k)))
     down = max(1, min(num_q, packed.CHUNK // (block_q * block_k * across)))
@@ -200,29 +175,9 @@ def scan(
 
 
 def has_kernels(visible: Tensor) -> bool:
-    """Whether kernels (build_triton.py, runs_triton.py) can read a bool tensor."""
+    """Whether kernels (build_triton.py, masks/runs_triton.py) can read a bool tensor."""
     traced = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
     return visible.is_cuda and bool(visible.numel()) and not traced and importlib.util.find_spec("triton") is not None
-
-
-def find_runs(visible: Tensor) -> tuple[Tensor, Tensor] | None:
-    """start, end int32 [B, T] of the keys that each row of bool [B, T, S] sees; None if some row has a gap."""
-    if has_kernels(visible):
-        from flashspan.kernels.masks import runs_triton
-
-        return runs_triton.find_runs(visible)
-    begins = visible[..., 1:] > visible[..., :-1]  # a run that begins after the first key
-    if bool((_count(begins) + _count(visible[..., :1]) > 1).any()):
-        return None
-    length = _count(visible)
-    start = visible.view(torch.uint8).argmax(-1).int() if visible.shape[-1] else length
-    return start, start + length
-
-
-def _count(seen: Tensor) -> Tensor:
-    """The number of True along the last axis, int32. Summing in bytes first is many times as fast on a CPU."""
-    parts = [part.sum(-1, dtype=torch.uint8) for part in seen.view(torch.uint8).split(255, -1)]
-    return torch.stack(parts).sum(0, dtype=torch.int32)
 
 
 def interval_kinds(start: Tensor, end: Tensor, num_keys: int, block_q: int, block_k: int) -> Tensor:

@@ -7,7 +7,7 @@ counting slots, compares tiles with equal hashes bit by bit, and finds the lengt
 waits, once, for the sizes of the tensors to allocate. `write`: a program per line writes its list, and a program per
 distinct tile writes its bits.
 
-The map equals that of block_map.py and bits.py bit for bit. runs_triton.py first determines whether a map is needed.
+The map equals that of block_map.py and bits.py bit for bit. masks/runs.py first determines whether a map is needed.
 """
 
 from __future__ import annotations

@@ -12,11 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashspan.kernels.contract import Problem
-from flashspan.kernels.dropout import Dropout
+from flashspan.kernels.contract import Grads, Problem
 from flashspan.kernels.launch.compiling import launch_together
 from flashspan.kernels.launch.launch import Launch, on
-from flashspan.kernels.masks import Blocks, Mask
+from flashspan.kernels.masks import Blocks
 from flashspan.kernels.portable.arguments import LOG2E, common_constants, dropout_arguments, strides, with_near_rows
 from flashspan.kernels.portable.common import (
     block_interval,
@@ -177,36 +176,23 @@ def backward(
     accumulate: bool,
 ) -> None:
     """See contract.py."""
-    dout, q, k, v = with_near_rows(dout), with_near_rows(q), with_near_rows(k), with_near_rows(v)
-    lse, delta = lse.contiguous(), delta.contiguous()
-    grads, (mask, scale, dropout, _) = (with_near_rows(dq), with_near_rows(dk), with_near_rows(dv)), problem
+    inputs = (*(with_near_rows(x) for x in (dout, q, k, v)), lse.contiguous(), delta.contiguous())
+    grads = (with_near_rows(dq), with_near_rows(dk), with_near_rows(dv))
     with on(q.device):
-        launches = backward_launches(dout, q, k, v, lse, delta, mask, scale, *grads, accumulate, dropout)
-        launch_together([*launches.values()])
+        launch_together([*backward_launches(inputs, problem, grads, accumulate).values()])
     for result, grad in zip((dq, dk, dv), grads, strict=True):
         if grad is not result:
             result.copy_(grad)
 
 
 def backward_launches(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    mask: Mask,
-    scale: float,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    accumulate: bool,
-    dropout: Dropout | None,
+    inputs: tuple[Tensor, ...], problem: Problem, grads: Grads, accumulate: bool
 ) -> dict[str, Launch]:
-    """The launches of backward, each under the names of the gradients it computes."""
+    """The launches of backward for dout, q, k, v, lse and delta, each under the names of the gradients it computes."""
+    (_, q, k, *_), (dq, dk, dv), (mask, scale, dropout, _) = inputs, grads, problem
     (B, H, T, D), (K, S), blocks = q.shape, k.shape[1:3], isinstance(mask, Blocks)
     seed, qpos, kpos, *drop = dropout_arguments(dropout, q)
-    inputs, rest = (dout, q, k, v, lse, delta), (T, S, scale * LOG2E, scale, *drop)
+    rest = (T, S, scale * LOG2E, scale, *drop)
     constants = {"ADD": accumulate, **common_constants(q, dropout)}
     launches = {}
     passes = key_passes(q, bits=blocks, dropout=dropout is not None) if k.numel() else {}
@@ -216,8 +202,7 @@ def backward_launches(
         loop = query_loop(mask, q, k, size)
         kernel = sparse_keys_kernel if blocks else keys_kernel
         tensors = (*inputs, to_dk, to_dv, *loop.tables, seed, qpos, kpos)
-        steps = strides(dout, q, k, v, to_dk, to_dv)
-        arguments = (*tensors, *steps, *loop.numbers, H, K * parts, *rest)
+        arguments = (*tensors, *strides(*inputs[:4], to_dk, to_dv), *loop.numbers, H, K * parts, *rest)
         key_constants = {"DK": "dk" in names, "DV": "dv" in names, "GROUP": H // (K * parts), "ES": size.edge_stages}
         key_constants |= constants | loop.constants | loop.size.constants(D) | {"ADD": accumulate and parts == 1}
         if not blocks:
@@ -229,7 +214,7 @@ def backward_launches(
         loop = key_loop(mask, q, k, tile("dq", q, bits=blocks))
         kernel = sparse_queries_kernel if blocks else queries_kernel
         tensors = (*inputs, dq, *loop.tables, seed, qpos, kpos)
-        arguments = (*tensors, *strides(dout, q, k, v, dq), *loop.numbers, H, K, *rest)
+        arguments = (*tensors, *strides(*inputs[:4], dq), *loop.numbers, H, K, *rest)
         constants |= loop.constants | loop.size.constants(D)
         if blocks:
             constants["EC"] = min(loop.size.edge_slice, constants["BC"])

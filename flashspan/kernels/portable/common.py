@@ -76,12 +76,13 @@ def key_block(i, K, S, BN: tl.constexpr):
 
 
 @triton.jit
-def query_block(i, H, T, BM: tl.constexpr):
-    """Batch, head and first query of program i. The last queries come first: with a causal mask, they see the most
-    keys."""
+def query_block(i, H, T, BM: tl.constexpr, LAST_FIRST: tl.constexpr = True):
+    """Batch, head and first query of program i. LAST_FIRST: the last queries come first, because with a causal mask,
+    they see the most keys."""
     num_m = tl.cdiv(T, BM)
     i_bh = i // num_m
-    return (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64), (num_m - 1 - i % num_m) * BM
+    i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
+    return i_b, i_h, (num_m - 1 - i % num_m if LAST_FIRST else i % num_m) * BM
 
 
 @triton.jit
@@ -176,16 +177,14 @@ def load_tile(
     # The start of the tile needs 64 bits: a long sequence exceeds 2^31 elements. Offsets inside the tile fit in 32.
     o_inside = o_row + unknown_zero(row) if RECOMPUTE else o_row
     p_tile = p + tl.cast(row, tl.int64) * stride + (o_inside[:, None] * stride + o_d[None, :])
-    if CHECK:
-        if D == BD:
-            b = tl.load(p_tile, mask=(row + o_row < num_rows)[:, None], other=0.0)
-        else:
-            b = tl.load(p_tile, mask=(row + o_row < num_rows)[:, None] & (o_d < D)[None, :], other=0.0)
+    if CHECK and D == BD:
+        b = tl.load(p_tile, mask=(row + o_row < num_rows)[:, None], other=0.0)
+    elif CHECK:
+        b = tl.load(p_tile, mask=(row + o_row < num_rows)[:, None] & (o_d < D)[None, :], other=0.0)
+    elif D == BD:
+        b = tl.load(p_tile)
     else:
-        if D == BD:
-            b = tl.load(p_tile)
-        else:
-            b = tl.load(p_tile, mask=(o_d < D)[None, :], other=0.0)
+        b = tl.load(p_tile, mask=(o_d < D)[None, :], other=0.0)
     return b
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from flashspan.kernels.launch.launch import Launch, on
 from flashspan.kernels.launch.replay import replay
 from flashspan.kernels.masks.mask import Packed
-from flashspan.kernels.portable.arguments import fits_offsets, with_near_rows
+from flashspan.kernels.portable.arguments import fits_offsets, strides, with_near_rows
 from flashspan.kernels.portable.common import load_tile
 from flashspan.kernels.portable.tiles import block_dim
 
@@ -48,12 +48,6 @@ def _launches(tensors: Sequence[Tensor]) -> list[Launch] | None:
     if not (fits_offsets(dout) and fits_offsets(out)):
         return None
     B, H, T, D = out.shape
-    block = 32
-    return [
-        Launch(
-            delta_kernel,
-            (triton.cdiv(T, block) * B * H,),
-            (dout, out, delta, *dout.stride()[:3], *out.stride()[:3], H, T),
-            {"D": D, "BD": block_dim(D), "BM": block},
-        )
-    ]
+    arguments = (dout, out, delta, *strides(dout, out), H, T)
+    constants = {"D": D, "BD": block_dim(D), "BM": 32}
+    return [Launch(delta_kernel, (triton.cdiv(T, 32) * B * H,), arguments, constants)]

@@ -28,15 +28,7 @@ from flashspan.kernels.portable.arguments import (
 from flashspan.kernels.portable.common import block_interval, edge_tile, load_tile, query_block
 from flashspan.kernels.portable.loops import key_loop
 from flashspan.kernels.portable.sparse import sparse_forward_kernel, sparse_repair_kernel
-from flashspan.kernels.portable.steps import (
-    flag_block,
-    flagged_end,
-    forward_begin,
-    forward_end,
-    forward_step,
-    repair,
-    row_words,
-)
+from flashspan.kernels.portable.steps import flagged_end, forward_begin, forward_end, forward_step, repair, row_words
 from flashspan.kernels.portable.tiles import Tile, tile
 
 FREE = ["T", "S", "lo", "hi", "stream", "batch_stride", "threshold"]
@@ -119,7 +111,7 @@ def repair_kernel(
     # Keep loop invariants in the loop: it hardly ever runs, and there are no registers for them.
     for i in tl.range(tl.program_id(0), end_flag, tl.num_programs(0), disable_licm=True):
         if tl.load(flags + i) != 0:
-            i_b, i_h, m0 = flag_block(i, H, T, BM)
+            i_b, i_h, m0 = query_block(i, H, T, BM, LAST_FIRST=False)
             forward_block(
                 i_b, i_h, m0, q, k, v, out, lse, start, end, seed, qpos, kpos,
                 s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ob, s_oh, s_ot,

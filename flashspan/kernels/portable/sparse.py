@@ -21,12 +21,12 @@ from flashspan.kernels.portable.common import (
     load_tile,
     next_line,
     partial_tile,
+    query_block,
     store_tile,
     unknown_zero,
 )
 from flashspan.kernels.portable.steps import (
     column_words,
-    flag_block,
     flagged_end,
     forward_begin,
     forward_end,
@@ -122,7 +122,7 @@ def sparse_repair_kernel(
     # Keep loop invariants in the loop: it hardly ever runs, and there are no registers for them.
     for i in tl.range(tl.program_id(0), end_flag, tl.num_programs(0), disable_licm=True):
         if tl.load(flags + i) != 0:
-            i_b, i_h, m0 = flag_block(i, H, T, BM)
+            i_b, i_h, m0 = query_block(i, H, T, BM, LAST_FIRST=False)
             line0 = (i_b * s_mb + i_h * s_mh) * num_lines
             sparse_forward_block(
                 i_b, i_h, m0 // LINE, m0 % LINE // BM, line0,

@@ -154,20 +154,9 @@ def flagged_end(p_flags, num_flags, STRETCH: tl.constexpr):
 
 
 @triton.jit
-def flag_block(i, H, T, BM: tl.constexpr):
-    """Batch, head and first query of flag i."""
-    num_m = tl.cdiv(T, BM)
-    i_bh = i // num_m
-    return (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64), i % num_m * BM
-
-
-@triton.jit
 def load_lse(p_lse, o_m, T, CHECK: tl.constexpr):
     """lse in base 2, and +inf for a row that has seen no key: its probabilities are exp2(-inf) = 0."""
-    if CHECK:
-        b_lse = tl.load(p_lse + o_m, mask=o_m < T, other=float("-inf"))
-    else:
-        b_lse = tl.load(p_lse + o_m)
+    b_lse = tl.load(p_lse + o_m, mask=o_m < T, other=float("-inf")) if CHECK else tl.load(p_lse + o_m)
     return tl.where(b_lse == float("-inf"), float("inf"), b_lse * 1.4426950408889634)
 
 
@@ -214,10 +203,8 @@ def keys_step(
         b_word = mix(dropout_word(row_word, o_q, p_qpos, T, POSITIONS)[None, :] ^ b_column[:, None])
         b_gain = tl.where(b_word >= threshold, gain, 0.0)
     if DV:
-        if DROPOUT:
-            b_dv = tl.dot((b_p * b_gain).to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
-        else:
-            b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
+        b_kept = b_p * b_gain if DROPOUT else b_p
+        b_dv = tl.dot(b_kept.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
     if DK:
         # [BN, BM]
         if BC < BD:

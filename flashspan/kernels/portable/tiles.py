@@ -35,16 +35,9 @@ class Tile:
 
     def constants(self, head_dim: int) -> dict[str, int]:
         """The tile sizes as compile-time arguments of a kernel."""
-        return {
-            "D": head_dim,
-            "BD": block_dim(head_dim),
-            "BC": min(self.slice, block_dim(head_dim)),
-            "BM": self.block_q,
-            "BN": self.block_k,
-            "BE": self.edge,
-            "num_warps": self.num_warps,
-            "num_stages": self.num_stages,
-        }
+        columns = {"D": head_dim, "BD": block_dim(head_dim), "BC": min(self.slice, block_dim(head_dim))}
+        blocks = {"BM": self.block_q, "BN": self.block_k, "BE": self.edge}
+        return {**columns, **blocks, "num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
 TABLE: dict[tuple[str, int, int], Tile] = {

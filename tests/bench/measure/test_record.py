@@ -23,7 +23,7 @@ from flashspan.bench.report import tables
 from flashspan.kernels import reference
 from flashspan.kernels.contract import Problem
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band, Mask
-from flashspan.kernels.masks.patterns import documents, random_blocks
+from flashspan.masks.patterns import documents, random_blocks
 
 WHERE = {"device": "toy", "torch": "2", "triton": "3", "commit": "abc"}
 

@@ -23,8 +23,8 @@ from flashspan.kernels.failure import KernelFailed
 from flashspan.kernels.launch import cache, replay, triton_abi
 from flashspan.kernels.launch.launch import Launch, _Places
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band, Mask, Rows
-from flashspan.kernels.masks.patterns import documents, ragged
 from flashspan.kernels.portable import few_tiles
+from flashspan.masks.patterns import documents, ragged
 from tests.kernels.hopper_cases import let_hopper_serve_short_calls
 
 KERNEL = SimpleNamespace(arg_names=["x", "stride", "T", "scale", "BLOCK"], do_not_specialize=["T"])

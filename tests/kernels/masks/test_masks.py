@@ -25,7 +25,7 @@ from flashspan.kernels.masks import (
 )
 from flashspan.kernels.masks.build import interval_kinds
 from flashspan.kernels.masks.mask import DERIVED_KEPT
-from flashspan.kernels.masks.patterns import causal, documents, prefix, ragged, window
+from flashspan.masks.patterns import causal, documents, prefix, ragged, window
 from tests.kernels.cases import examples, masks, positions
 
 num_tokens = st.integers(0, 40)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashspan.kernels.portable import matvec
+from flashspan.generate.kernels import matvec
 from flashspan.model.rope import rotate
 from tests.kernels.compiler import compile_apart
 
@@ -113,8 +113,8 @@ def test_a_token_begins_with_its_embedding_and_its_angles() -> None:
 PROGRAM = """
 import json, re, sys, torch
 from dataclasses import replace
-from flashspan.kernels.compile import compile_for, compile_launch
-from flashspan.kernels.portable import matvec
+from benchmarks.compile_kernels import compile_for, compile_launch
+from flashspan.generate.kernels import matvec
 for kind, dtype, early in json.loads(sys.argv[1]):
     dtype = getattr(torch, dtype)
     make = lambda *shape, dtype=dtype: torch.empty(*shape, dtype=dtype, device="meta")

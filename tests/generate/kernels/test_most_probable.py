@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashspan.kernels.portable.most_probable import most_probable
+from flashspan.generate.kernels.most_probable import most_probable
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -1,6 +1,6 @@
 """Compile a kernel launch without its GPU, and report its cost: registers, spills, shared memory, instructions (SASS).
 
-    python -m flashspan.kernels.compile          # every shipped tile of the Hopper and the portable kernels, for sm_90
+    python -m benchmarks.compile_kernels         # every shipped tile of the Hopper and the portable kernels, for sm_90
 
 It needs Triton and no GPU: ptxas and the disassembler are part of Triton's wheel.
 """
@@ -105,6 +105,7 @@ def _instructions(sass: str) -> tuple[list[str], list[list[str]]]:
 
 def shipped_launches(dtype: torch.dtype, head_dim: int, **options: Any) -> dict[str, Launch]:
     """The launches of one call of the portable kernels on meta tensors, by pass."""
+    from flashspan.kernels.contract import Problem
     from flashspan.kernels.portable.backward import backward_launches
     from flashspan.kernels.portable.forward import forward_launch
 
@@ -113,7 +114,8 @@ def shipped_launches(dtype: torch.dtype, head_dim: int, **options: Any) -> dict[
     rows = torch.empty(1, 8, 4096, device="meta")
     out, dq, dk, dv = (x.float() if carry else x for x in (q, q, k, v))
     forward = forward_launch(q, k, v, out, rows, mask, 0.125, carry, dropout)
-    return {"out": forward} | backward_launches(dout, q, k, v, rows, rows, mask, 0.125, dq, dk, dv, carry, dropout)
+    inputs, problem = (dout, q, k, v, rows, rows), Problem(mask, 0.125, dropout)
+    return {"out": forward} | backward_launches(inputs, problem, (dq, dk, dv), carry)
 
 
 def hopper_launches(
@@ -158,9 +160,9 @@ def hopper_launches(
 
 def product_launches(dtype: torch.dtype, head_dim: int) -> dict[str, Launch]:
     """The launches of a layer's matmuls with their epilogues, on meta tensors."""
-    from flashspan.kernels.hopper.gated import gated, gated_backward
-    from flashspan.kernels.hopper.projection import project
-    from flashspan.kernels.hopper.residual import sum_of_products
+    from flashspan.ops.kernels.gated import gated, gated_backward
+    from flashspan.ops.kernels.projection import project
+    from flashspan.ops.kernels.residual import sum_of_products
 
     M, E, F = 4096, 2048, 8192
     narrow, wide, weight, weight_t, square = (

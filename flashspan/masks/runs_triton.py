@@ -1,7 +1,4 @@
-"""The run of keys that each row of a bool tensor on a GPU sees, in one launch that reads the tensor once.
-
-If each row sees one run, the mask is `Rows` and needs no block map (build_triton.py).
-"""
+"""`find_runs` (runs.py) for a tensor on a GPU, in one launch that reads the tensor once."""
 
 from __future__ import annotations
 
@@ -59,7 +56,7 @@ def runs_kernel(
 
 
 def find_runs(visible: Tensor) -> tuple[Tensor, Tensor] | None:
-    """start, end (build.py) of bool [B, T, S], no size 0, any strides; None if some row has a gap."""
+    """start, end (runs.py) of bool [B, T, S], no size 0, any strides; None if some row has a gap."""
     start, end = (visible.new_empty(visible.shape[:2], dtype=torch.int32) for _ in range(2))
     found = visible.new_zeros(1, dtype=torch.int32)
     with on(visible.device):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashspan.kernels.portable.cross_entropy import losses_and_gradients
 from flashspan.model.loss import IGNORE, losses_and_gradients_at_once
+from flashspan.ops.kernels.cross_entropy import losses_and_gradients
 
 CUDA = torch.cuda.is_available()
 

@@ -1,6 +1,6 @@
 """Every private name of PyTorch that attention on one device uses; they exist in releases 2.11 to 2.13.
 
-tests/kernels/test_torch_private.py tests each name.
+tests/test_torch_private.py tests each name.
 """
 
 from __future__ import annotations
@@ -11,18 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils import _python_dispatch
 
-__all__ = [
-    "apply_eagerly",
-    "flash_cpu",
-    "flash_cpu_backward",
-    "has_tangents",
-    "is_batched",
-    "is_in_torch_dispatch_mode",
-    "is_transformed",
-]
-
+is_in_torch_dispatch_mode = _python_dispatch.is_in_torch_dispatch_mode
 flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 

@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashspan import attention
-from flashspan.kernels import promise
+from flashspan import attention, promise
 from flashspan.kernels.dropout import Dropout
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, Blocks, Mask, dense
-from flashspan.kernels.masks.patterns import documents, ragged
+from flashspan.masks.patterns import documents, ragged
 from tests.kernels.cases import Inputs, Shape, Watched, make_inputs
 from tests.kernels.cases import solve as solve_by_reference
 

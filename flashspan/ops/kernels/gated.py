@@ -16,7 +16,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from flashspan.kernels.hopper.config import Descriptor, Shared
 from flashspan.kernels.hopper.gluon_compat import aggregate
-from flashspan.kernels.hopper.matmul import (
+from flashspan.kernels.hopper.ptx import reciprocal, round_to
+from flashspan.kernels.hopper.tensors import describe
+from flashspan.kernels.portable.arguments import LOG2E
+from flashspan.ops.kernels.matmul import (
     COLUMNS,
     DEPTH,
     NUMBERS,
@@ -34,9 +37,6 @@ from flashspan.kernels.hopper.matmul import (
     split_quarters,
     store_piece,
 )
-from flashspan.kernels.hopper.ptx import reciprocal, round_to
-from flashspan.kernels.hopper.tensors import describe
-from flashspan.kernels.portable.arguments import LOG2E
 
 MINUS_LOG2E = gl.constexpr(-LOG2E)
 

@@ -12,7 +12,7 @@ from tests.kernels.compiler import compile_apart
 
 PROGRAM = """
 import json, sys, torch
-from flashspan.kernels.compile import compile_launch, product_launches
+from benchmarks.compile_kernels import compile_launch, product_launches
 for dtype, head_dim, names in json.loads(sys.argv[1]):
     launches = product_launches(getattr(torch, dtype), head_dim)
     assert set(names) <= set(launches)
@@ -62,7 +62,7 @@ ROWS = [1, 64, 127, 129, 1000, 4096]
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(("width", "ffn_width"), [(256, 768), (200, 328), (2048, 8192)])
 def test_swiglu_and_its_gradients(rows: int, width: int, ffn_width: int, dtype: torch.dtype) -> None:
-    from flashspan.kernels.hopper.gated import gated, gated_backward
+    from flashspan.ops.kernels.gated import gated, gated_backward
 
     x, dy = make(rows, width, dtype=dtype, seed=1), make(rows, width, dtype=dtype, seed=2)
     wg, wu = make(ffn_width, width, dtype=dtype, seed=3), make(ffn_width, width, dtype=dtype, seed=4)
@@ -88,8 +88,8 @@ def test_swiglu_and_its_gradients(rows: int, width: int, ffn_width: int, dtype: 
 def test_projections(
     rows: int, num_heads: int, num_kv_heads: int, head_dim: int, period: int, dtype: torch.dtype
 ) -> None:
-    from flashspan.kernels.hopper.projection import project
     from flashspan.model.rope import rotate
+    from flashspan.ops.kernels.projection import project
 
     width = 520
     x = make(rows * period, width, dtype=dtype, seed=1)
@@ -117,7 +117,7 @@ def test_projections(
 @pytest.mark.parametrize("added", [True, False])
 @pytest.mark.parametrize("depths", [[2048], [136, 64], [512, 8, 72]])
 def test_sums_of_products(rows: int, transposed: bool, added: bool, depths: list[int], dtype: torch.dtype) -> None:
-    from flashspan.kernels.hopper.residual import sum_of_products
+    from flashspan.ops.kernels.residual import sum_of_products
 
     width = 328
     c = make(rows, width, dtype=dtype, seed=1) if added else None
@@ -139,7 +139,7 @@ def test_sums_of_products(rows: int, transposed: bool, added: bool, depths: list
 
 @pytest.mark.gpu
 def test_what_is_not_finite_stays_in_its_row() -> None:
-    from flashspan.kernels.hopper.gated import gated
+    from flashspan.ops.kernels.gated import gated
 
     x, weight = make(300, 256, dtype=torch.bfloat16, seed=1), make(512, 256, dtype=torch.bfloat16, seed=2)
     calm = gated(x, weight, weight)

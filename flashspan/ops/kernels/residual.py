@@ -13,7 +13,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from flashspan.kernels.hopper.config import Descriptor, Shared
 from flashspan.kernels.hopper.gluon_compat import aggregate, barrier
-from flashspan.kernels.hopper.matmul import (
+from flashspan.kernels.hopper.tensors import describe
+from flashspan.ops.kernels.matmul import (
     COLUMNS,
     DEPTH,
     PIECE,
@@ -28,7 +29,6 @@ from flashspan.kernels.hopper.matmul import (
     split_quarters,
     store_piece,
 )
-from flashspan.kernels.hopper.tensors import describe
 
 
 @aggregate

@@ -14,7 +14,9 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from flashspan.kernels.hopper.config import Descriptor
 from flashspan.kernels.hopper.gluon_compat import aggregate
-from flashspan.kernels.hopper.matmul import (
+from flashspan.kernels.hopper.shared_memory import split_columns
+from flashspan.kernels.hopper.tensors import describe
+from flashspan.ops.kernels.matmul import (
     COLUMNS,
     DEPTH,
     PIECE,
@@ -29,8 +31,6 @@ from flashspan.kernels.hopper.matmul import (
     split_quarters,
     store_piece,
 )
-from flashspan.kernels.hopper.shared_memory import split_columns
-from flashspan.kernels.hopper.tensors import describe
 
 
 @aggregate

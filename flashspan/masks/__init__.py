@@ -1,7 +1,7 @@
 """Masks for `attention(mask=...)`: the types `Band`, `Rows` and `Blocks`, and functions that return them."""
 
 from flashspan.kernels.masks import Band, Blocks, Rows
-from flashspan.kernels.masks.patterns import (
+from flashspan.masks.patterns import (
     bigbird,
     causal,
     dilated,

@@ -1,0 +1,1 @@
+"""Kernels of the operators: Gluon for Hopper (matmul, projection, gated, residual), Triton for any GPU (the others)."""
