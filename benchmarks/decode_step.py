@@ -121,7 +121,7 @@ def make_launch(kind: str, t: SimpleNamespace, i: int, size: Tile) -> Launch:
     if kind == "gated":
         return matvec.gated_launch(t.scaled, squares, *weights, t.gated, 0.0, 1.0, size)
     if kind == "head":
-        return matvec.head_launch(t.scaled, squares, *weights, t.logits, 0.0, 1.0, size)
+        return matvec.head_launch(t.scaled, squares, *weights, t.logits, t.positions.clone(), 0.0, 1.0, size)
     a = t.mixed if kind == "output" else t.hidden
     return matvec.add_launch(a, *weights, t.x, t.norm, torch.empty_like(t.x), squares, 1.0, size)
 

@@ -75,7 +75,6 @@ class FusedStep:
                 for launch in self._rest(i, self._attend(i)):
                     launch()
             self._head()()
-        self.positions += 1
         return self.logits
 
     def compile(self) -> None:
@@ -131,8 +130,9 @@ class FusedStep:
         from flashspan.generate.kernels.matvec import head_launch
 
         return head_launch(
-            self.scaled, self.squares, self.model.head.weight, self.logits, self.norms[-1].eps, self.gains[-1]
-        )
+            self.scaled, self.squares, self.model.head.weight, self.logits, self.positions, self.norms[-1].eps,
+            self.gains[-1],
+        )  # fmt: skip
 
 
 def fused_step(model: Llama, rooms: Sequence[Tensor], positions: Tensor) -> FusedStep | None:

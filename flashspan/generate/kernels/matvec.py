@@ -208,12 +208,13 @@ def gated_kernel(
 
 @triton.jit(do_not_specialize=["B"])
 def head_kernel(
-    x, squares, weight, logits, B, eps, gain,
+    x, squares, weight, logits, positions, B, eps, gain,
     E: tl.constexpr, V: tl.constexpr, P: tl.constexpr, BP: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BS: tl.constexpr, BK: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute BN columns of the logits."""
+    """Compute BN columns of the logits. The first program adds one to the positions, which no kernel after it reads
+    in this step."""
     o_m, o_n = tl.arange(0, BM), tl.program_id(0) * BN + tl.arange(0, BN)
     p_rows = weight + tl.minimum(o_n, V - 1).to(tl.int64) * E
     await_inputs(p_rows, E, AHEAD, EARLY)
@@ -222,6 +223,9 @@ def head_kernel(
     b *= norm_factor(b_squares, E, eps, gain)[:, None]
     m = (o_m < B)[:, None] & (o_n < V)[None, :]
     tl.store(logits + o_m[:, None] * V + o_n[None, :], b.to(logits.dtype.element_ty), mask=m)
+    p_next = positions + o_m
+    m_next = (o_m < B) & (tl.program_id(0) == 0)
+    tl.store(p_next, tl.load(p_next, mask=m_next, other=0) + 1, mask=m_next)
 
 
 @dataclass(frozen=True)
@@ -342,13 +346,14 @@ def gated_launch(
 
 
 def head_launch(
-    scaled: Tensor, squares: Tensor, weight: Tensor, logits: Tensor, eps: float, gain: float, size: Tile | None = None
-) -> Launch:
-    """The launch that computes logits [B, V]."""
+    scaled: Tensor, squares: Tensor, weight: Tensor, logits: Tensor, positions: Tensor, eps: float, gain: float,
+    size: Tile | None = None,
+) -> Launch:  # fmt: skip
+    """The launch that computes logits [B, V] and adds one to `positions` [B]."""
     V, E = weight.shape
     size = size or tile("head", V, E, weight, len(logits))
     constants = {"E": E, "V": V, **_parts(squares), **size.constants(logits.device)}
-    arguments = (scaled, squares, weight, logits, len(logits), eps, gain)
+    arguments = (scaled, squares, weight, logits, positions, len(logits), eps, gain)
     return Launch(head_kernel, (triton.cdiv(V, size.columns),), arguments, constants)
 
 

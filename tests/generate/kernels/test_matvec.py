@@ -85,7 +85,9 @@ def test_gate_and_head(B: int, E: int, dtype: torch.dtype, num_columns: int) -> 
     scaled, squares = hidden(x, norm, 3)
     out, logits = (x.new_full((B, num_columns), torch.nan) for _ in range(2))
     matvec.gated_launch(scaled * 0.5, squares, gate, up, out, EPS, 0.5)()
-    matvec.head_launch(scaled, squares, gate, logits, EPS, 1.0)()
+    positions = torch.arange(9, 9 + matvec.MAX_ROWS, device=DEVICE)
+    matvec.head_launch(scaled, squares, gate, logits, positions[:B], EPS, 1.0)()
+    assert positions.tolist() == [*range(10, 10 + B), *range(9 + B, 9 + matvec.MAX_ROWS)]
     rows = normed(x, norm)
     check(logits, rows @ gate.double().T, BOUND[dtype])
     check(out, F.silu(rows @ gate.double().T) * (rows @ up.double().T), BOUND[dtype])
@@ -127,7 +129,7 @@ for kind, dtype, early in json.loads(sys.argv[1]):
             row, squares, weights, angles, angles, positions, make(16, 32, 64), make(2, 16, 8, 8448, 64), 1e-5, 1.0),
         "add": lambda: matvec.add_launch(make(16, 8192), make(2048, 8192), row, row[0], row, squares, 1.0),
         "gated": lambda: matvec.gated_launch(row, squares, wide, wide, make(16, 8192), 1e-5, 1.0),
-        "head": lambda: matvec.head_launch(row, squares, make(128256, 2048), make(16, 128256), 1e-5, 1.0),
+        "head": lambda: matvec.head_launch(row, squares, make(128256, 2048), make(16, 128256), positions, 1e-5, 1.0),
     }[kind]()
     cost, ptx = compile_launch(launch), compile_for(launch, "cuda", 90).asm["ptx"]
     copies = re.findall(r"cp\\.async\\.\\w+\\.shared\\.global[^,]*\\[[^\\]]*\\], \\[[^\\]]*\\], (\\w+)", ptx)
