@@ -21,7 +21,7 @@ from flashspan.kernels.backends import Chosen
 from flashspan.kernels.contract import Problem
 from flashspan.kernels.delta import kept_dtype, row_delta
 from flashspan.kernels.dropout import Dropout
-from flashspan.torch_private import apply_eagerly, has_tangents, is_batched, is_transformed
+from flashspan.kernels.torch_private import apply_eagerly, has_tangents, is_batched, is_transformed
 
 MAX_LAYOUTS = 8
 """A cached call stores its backward launches for at most this many layouts of dout and saved tensors."""

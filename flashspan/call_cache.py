@@ -19,7 +19,7 @@ from flashspan.kernels.backends import Chosen
 from flashspan.kernels.contract import Problem, Repeat, RepeatBackward
 from flashspan.kernels.launch.cache import CACHE
 from flashspan.kernels.masks import Band, Mask
-from flashspan.torch_private import has_tangents, is_in_torch_dispatch_mode, is_transformed
+from flashspan.kernels.torch_private import has_tangents, is_in_torch_dispatch_mode, is_transformed
 
 PLAIN = {Tensor, torch.nn.Parameter}
 

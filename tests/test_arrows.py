@@ -7,12 +7,11 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent / "flashspan"
 # A room -> the rooms it may import. Some rooms are single modules: `files`, `launch`, `stdout`, `cli` and others.
 ALLOWED = {
-    "torch_private": set(),
-    "kernels": {"torch_private"},
+    "kernels": set(),
     "arguments": {"kernels", "masks"},
-    "call_cache": {"kernels", "torch_private"},
+    "call_cache": {"kernels"},
     "ops": {"kernels"},
-    "attention_operator": {"kernels", "arguments", "call_cache", "torch_private"},
+    "attention_operator": {"kernels", "arguments", "call_cache"},
     "attention": {"kernels", "arguments", "call_cache", "attention_operator"},
     "masks": {"kernels"},
     "promise": {"kernels"},

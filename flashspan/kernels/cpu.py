@@ -23,7 +23,7 @@ from flashspan.kernels import tiled
 from flashspan.kernels.contract import Carry, Problem
 from flashspan.kernels.masks import Band, Mask, Rows
 from flashspan.kernels.merge import merge
-from flashspan.torch_private import flash_cpu, flash_cpu_backward
+from flashspan.kernels.torch_private import flash_cpu, flash_cpu_backward
 
 CHUNK = 256  # rows that share one dense mask
 SHORT = 64  # runs of rows shorter than this share dense masks: a call for each run would take longer

@@ -15,7 +15,7 @@ from torch import Tensor
 from flashspan.kernels.masks import bits as packed
 from flashspan.kernels.masks.block_map import BlockMap, block_positions, check_block, classify
 from flashspan.kernels.masks.mask import EMPTY, FULL, PARTIAL, check_whole
-from flashspan.torch_private import is_in_torch_dispatch_mode
+from flashspan.kernels.torch_private import is_in_torch_dispatch_mode
 
 Rule: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """A function of int32 tensors (b, h, i, j), which broadcast to [rows, columns]. It returns bool: whether i sees j."""

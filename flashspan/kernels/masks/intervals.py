@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flashspan.torch_private import is_in_torch_dispatch_mode
+from flashspan.kernels.torch_private import is_in_torch_dispatch_mode
 
 Positions: TypeAlias = range | Sequence[range]
 """Global positions of a slice's tokens: one range, or several, ascending and disjoint."""

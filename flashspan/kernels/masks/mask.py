@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flashspan.kernels.masks.intervals import Positions
-from flashspan.torch_private import is_in_torch_dispatch_mode
+from flashspan.kernels.torch_private import is_in_torch_dispatch_mode
 
 EMPTY, FULL, PARTIAL = 0, 1, 2
 """The kinds of tiles."""

@@ -1,6 +1,6 @@
 """Every private name of PyTorch that attention on one device uses; they exist in releases 2.11 to 2.13.
 
-tests/test_torch_private.py tests each name.
+tests/kernels/test_torch_private.py tests each name.
 """
 
 from __future__ import annotations

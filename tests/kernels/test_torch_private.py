@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flashspan import torch_private
+from flashspan.kernels import torch_private
 
 
 def test_a_dispatch_mode_is_seen() -> None:
