@@ -24,7 +24,7 @@ class Backward:
     block_k: int
 
 
-FORWARD = {64: Forward(2, 128, 4, 2), 128: Forward(2, 128, 2, 2), 256: Forward(2, 64, 2, 1)}
+FORWARD = {64: Forward(2, 128, 4, 2), 128: Forward(2, 128, 2, 2), 192: Forward(2, 64, 2, 2), 256: Forward(2, 64, 2, 1)}
 BACKWARD = {64: Backward(2, 128, 64), 128: Backward(2, 64, 64)}
 """By padded head size. Above 128, dK and dV of two warpgroups do not fit the registers: see two_pass.py."""
 
