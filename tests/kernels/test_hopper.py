@@ -47,11 +47,13 @@ def some_mask(choice: random.Random, num_queries: int, num_keys: int) -> Mask:
     [(64, 500, False), (128, 500, False), (64, 100, True), (128, 100, True), (160, 200, True), (256, 200, True)],
 )
 def test_random_shapes(head_dim: int, number: int, repeatable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flashspan.kernels.hopper.tensors import forward_dim
     from flashspan.kernels.hopper.tiles import FLOAT16_FROM, THREE_FROM
 
     choice, by_three = random.Random(head_dim), dict(THREE_FROM)
     for _ in range(number):
-        monkeypatch.setitem(FLOAT16_FROM, head_dim, choice.choice(list(WAYS.values())) if head_dim <= 128 else 2**62)
+        least = choice.choice(list(WAYS.values())) if head_dim <= 192 else 2**62
+        monkeypatch.setitem(FLOAT16_FROM, forward_dim(head_dim), least)
         for least in THREE_FROM:
             monkeypatch.setitem(THREE_FROM, least, choice.choice((0, by_three[least])))
         T, S = (int(5000 ** choice.random()) for _ in range(2))

@@ -59,7 +59,7 @@ class ForwardConfig:
     HEAD_DIM: gl.constexpr  # head size of the caller, at most BLOCK_D
     CONSUMERS: gl.constexpr  # consumer warpgroups: 2, or 3 for heads of 64 and long bands
     STAGES: gl.constexpr  # pairs (K of block i, V of block i - 1) in flight
-    Q_STAGES: gl.constexpr  # tiles of Q in flight: 2, or 1 if there is no room (heads of 256)
+    Q_STAGES: gl.constexpr  # tiles of Q in flight: 2, or 1 if there is no room (heads of 256; three STAGES of 192)
     HIDDEN_SIDES: gl.constexpr  # hidden keys: 0 none, 1 those after a row's interval, 2 also those before it
     TABLE: gl.constexpr  # intervals come from tables, which only the producer reads: documents; else lo and hi
     BLOCK_MAP: gl.constexpr  # the mask is a BlockMask, not an IntervalMask
@@ -70,7 +70,8 @@ class ForwardConfig:
         gl.constexpr
     )  # V is converted from bfloat16 to float16: if enough queries see a key (float16_values.py)
     TRACK_MAXIMUM: gl.constexpr  # m follows every block's maximum: unless FLOAT16_VALUES or a bfloat16 block map
-    FREE_K_FIRST: gl.constexpr  # K's stage is freed before V's: block maps, and FLOAT16_VALUES with heads of 128
+    FREE_K_FIRST: gl.constexpr  # K's stage is freed before V's: block maps; if there are two: 192, FLOAT16_VALUES
+    Q_IN_REGISTERS: gl.constexpr  # Q is loaded from shared memory once: heads of 64, and of 192 with FLOAT16_VALUES
     UNIT_SCALE: gl.constexpr  # the scale in base 2 is 1: scores are not multiplied (heads of 64)
     SCORES: gl.constexpr  # layout of S and P [BLOCK_Q, BLOCK_K] in registers
     OUTPUT: gl.constexpr  # layout of an accumulator of the output [BLOCK_Q, SLICE_D] in registers

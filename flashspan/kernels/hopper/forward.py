@@ -46,6 +46,7 @@ from flashspan.kernels.hopper.row_values import as_column, one_per_row, row_sums
 from flashspan.kernels.hopper.scheduler import load_number, stage_and_phase, tile_position
 from flashspan.kernels.hopper.shared_memory import load_copied, split_columns, store_output, store_tile
 from flashspan.kernels.hopper.slices import (
+    load_operands,
     multiply_slices,
     slices_of,
     start_output,
@@ -104,11 +105,8 @@ def _run(
     HIDDEN_SIDES: gl.constexpr, TABLE: gl.constexpr, CARRY: gl.constexpr, BLOCK_MAP: gl.constexpr,
     UNIT_SCALE: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Derive the constants, allocate buffers and barriers, and start the partitions.
-
-    `warp_specialize` takes the functions of all partitions, then the warps and registers of all but the first, which
-    runs on the launch's own warps.
-    """
+    """Derive the constants, allocate buffers and barriers, and start the partitions. `warp_specialize` takes their
+    functions, then the warps and registers of all but the first, which runs on the launch's own warps."""
     desc_q, desc_k, desc_v, desc_out = tensors.desc_q, tensors.desc_k, tensors.desc_v, tensors.desc_out
     BLOCK_Q: gl.constexpr = desc_q.block_type.shape[2]
     BLOCK_K: gl.constexpr = desc_k.block_type.shape[2]
@@ -135,7 +133,8 @@ def _run(
         OUTPUT_BUFFER=OUTPUT_BUFFER,
         FLOAT16_VALUES=FLOAT16_VALUES,
         TRACK_MAXIMUM=not FLOAT16_VALUES and (desc_v.dtype == gl.float16 or not BLOCK_MAP),
-        FREE_K_FIRST=BLOCK_MAP or (FLOAT16_VALUES and BLOCK_D == 128),
+        FREE_K_FIRST=BLOCK_MAP or (STAGES == 2 and (SLICES == 3 or FLOAT16_VALUES)),
+        Q_IN_REGISTERS=BLOCK_D == 64 or (SLICES == 3 and FLOAT16_VALUES),
         UNIT_SCALE=UNIT_SCALE,
         SCORES=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16]),
         OUTPUT=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SLICE_D, 16]),
@@ -248,8 +247,8 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, outputs, mask,
 
         q_stage, _ = stage_and_phase(turn, config.Q_STAGES)
         q = slices_of(buffers.q_s, q_stage * config.CONSUMERS + WG, config)
-        if BLOCK_D == 64:  # with Q in registers, for which there is room, shared memory is read less
-            q = (q[0].load(gl.DotOperandLayout(0, config.SCORES, 2)),)
+        if config.Q_IN_REGISTERS:
+            q = load_operands(q, config)
         stage, phase = stage_and_phase(pair, STAGES)
         mbarrier.wait(full.index(stage), phase)
         s = start_scores(q, transposed_slices_of(buffers.k_s, stage, config), zero)

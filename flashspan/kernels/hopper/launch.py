@@ -68,7 +68,7 @@ def forward(
     bad = lse.new_empty((B, H, -(-T // 64)), dtype=torch.int32)
     tables = mask.to(q.device).packed
     with on(q.device):
-        fine = (empty_float16(v),) if is_faster(q, k, mask) else ()
+        fine = (empty_float16(v),) if is_faster(q, k, mask, carry is not None) else ()
         made = (out, lse, bad, new_counter(q.device), *fine)
         steps = None if carry is None else out.stride()  # a carry may have any strides
         done = replay(_forward_launches, (q, k, v), tables, made, scale, steps, out.dtype, bool(fine))
@@ -149,7 +149,7 @@ def forward_launch(
     table, start, end, _, _, rows_stride, _, lo, hi, _ = mask_arguments(mask, T, S, bad)
     wide = forward_dim(D)
     slice_d = 64 if wide == 192 else wide  # slices.py
-    tile = forward_tile(wide, v.dtype != q.dtype and not (table or carry), T, min(hi - lo + 1, S))
+    tile = forward_tile(wide, v.dtype != q.dtype, not (table or carry), T, min(hi - lo + 1, S))
     group = H // K
     tiles_per_head = triton.cdiv(T, 64 * tile.warpgroups)
     num_tiles, chip = tiles_per_head * B * H, multiprocessors(q.device)

@@ -47,6 +47,15 @@ def transposed_slices_of(buffers, block, config):
 
 
 @gluon.jit
+def load_operands(slices, config):
+    """Load the slices of Q into registers, as operands of the matmuls for the scores."""
+    loaded = ()
+    for i in gl.static_range(len(slices)):
+        loaded += (slices[i].load(gl.DotOperandLayout(0, config.SCORES, 2)),)
+    return loaded
+
+
+@gluon.jit
 def start_scores(q, k, s, ADD: gl.constexpr = False):
     """Start the matmuls S = Q K^T (ADD: S += Q K^T), one for each slice of Q and of transposed K."""
     for i in gl.static_range(len(q)):
