@@ -57,6 +57,7 @@ def names() -> Iterator[str]:
         for mask in ("window", "rows", "causal", "full"):
             yield from (f"{kind} d{head_dim} bfloat16 {mask} carry" for kind in passes)
     for carry in ("plain", "carry"):
+        yield from (f"forward d160 bfloat16 {mask} {carry}" for mask in ("causal", "full", "short", "window", "rows"))
         for head_dim in (64, 128):
             yield from (f"{kind} d{head_dim} bfloat16 blocks {carry}" for kind in ("forward", "backward"))
             yield from (f"forward d{head_dim} bfloat16 {mask} {carry}" for mask in ("short", "wide", "long rows"))

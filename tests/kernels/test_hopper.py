@@ -44,14 +44,16 @@ def some_mask(choice: random.Random, num_queries: int, num_keys: int) -> Mask:
 
 @pytest.mark.parametrize(
     ("head_dim", "number", "repeatable"),
-    [(64, 500, False), (128, 500, False), (64, 100, True), (128, 100, True), (256, 200, True)],
+    [(64, 500, False), (128, 500, False), (64, 100, True), (128, 100, True), (160, 200, True), (256, 200, True)],
 )
 def test_random_shapes(head_dim: int, number: int, repeatable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flashspan.kernels.hopper.tensors import forward_dim
     from flashspan.kernels.hopper.tiles import FLOAT16_FROM, THREE_FROM
 
     choice, by_three = random.Random(head_dim), dict(THREE_FROM)
     for _ in range(number):
-        monkeypatch.setitem(FLOAT16_FROM, head_dim, choice.choice(list(WAYS.values())) if head_dim <= 128 else 2**62)
+        least = choice.choice(list(WAYS.values())) if head_dim <= 192 else 2**62
+        monkeypatch.setitem(FLOAT16_FROM, forward_dim(head_dim), least)
         for least in THREE_FROM:
             monkeypatch.setitem(THREE_FROM, least, choice.choice((0, by_three[least])))
         T, S = (int(5000 ** choice.random()) for _ in range(2))
@@ -68,7 +70,7 @@ def test_random_shapes(head_dim: int, number: int, repeatable: bool, monkeypatch
 
 
 @pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("head_dim", [8, 80, 96, 192, 256])
+@pytest.mark.parametrize("head_dim", [8, 80, 96, 136, 160, 184, 192, 256])
 def test_other_head_sizes_are_padded(head_dim: int) -> None:
     choice = random.Random(head_dim)
     for mask in (CAUSAL, EVERYTHING):
@@ -108,7 +110,7 @@ def test_rows_past_the_end_are_not_repaired() -> None:
 
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("repeatable", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 160, 256])
 def test_nan_in_a_key_reaches_only_the_queries_that_see_it(head_dim: int, repeatable: bool) -> None:
     q, k, v, dout = tensors(random.Random(1), 1, 2, 2, 500, 500, head_dim)
     q, k, v = (x.contiguous().requires_grad_() for x in (q, k, v))
@@ -135,7 +137,7 @@ def test_nan_in_a_key_reaches_only_the_queries_that_see_it(head_dim: int, repeat
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 160, 256])
 def test_nan_and_infinity_in_keys_that_all_queries_see(head_dim: int, dtype: torch.dtype) -> None:
     """No launch repairs rows of such a call, so the results of the kernel itself must be correct."""
     q, k, v = (torch.randn(16, 12, n, head_dim, device="cuda", dtype=dtype) for n in (300, 197, 197))
@@ -148,12 +150,12 @@ def test_nan_and_infinity_in_keys_that_all_queries_see(head_dim: int, dtype: tor
     assert relative(out[1:], F.scaled_dot_product_attention(q[1:].float(), k[1:].float(), v[1:].float())) < 5e-3
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 160, 256])
 @pytest.mark.usefixtures("way")
 def test_repeated_calls_are_as_exact_as_the_first(head_dim: int) -> None:
     documents = masks.documents([100, 157]) & CAUSAL
     given = [EVERYTHING, CAUSAL, Band(-30, 5), documents, documents.to("cuda")]
-    for mask in given if head_dim == 256 else [*given, random_blocks(257, 0.5)]:
+    for mask in given if head_dim > 128 else [*given, random_blocks(257, 0.5)]:
         for call in range(4):
             generator = torch.Generator("cuda").manual_seed(call)
             heads = [torch.randn(1, n, 257, head_dim, device="cuda", generator=generator) for n in (4, 2, 2, 4)]

@@ -72,7 +72,7 @@ def test_tiles_of_a_full_mask_are_cut_into_parts(num_queries: int, num_keys: int
 
 
 @pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("head_dim", [40, 64, 80, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [40, 64, 80, 128, 136, 160, 192, 256])
 def test_a_carry_survives_what_is_hidden_and_rows_that_see_nothing(head_dim: int) -> None:
     """If a tile has a NaN behind the mask, another kernel recomputes it, so the first must not change its carry."""
     start = torch.arange(333, dtype=torch.int32) % 300
@@ -87,7 +87,7 @@ def test_a_carry_survives_what_is_hidden_and_rows_that_see_nothing(head_dim: int
             check_carry(*follow(x, mask.to("cuda"), cuts, hidden=dict.fromkeys(hidden, value)))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 160, 256])
 def test_a_carry_may_be_a_view_of_something_larger(head_dim: int) -> None:
     """It is updated in place, and the memory around it must not change: it may belong to other tensors."""
     x = tensors(random.Random(head_dim), 2, 3, 1, 200, 300, head_dim)

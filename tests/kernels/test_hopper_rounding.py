@@ -21,7 +21,7 @@ pytestmark = ON_HOPPER
 
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 160, 256])
 def test_scores_far_apart(head_dim: int, dtype: torch.dtype) -> None:
     """Maxima that grow by more than the softmax allows, so that its sums are rescaled, in a call and with a carry; or
     by more than float32 can represent, so that rows are recomputed."""
@@ -46,7 +46,7 @@ def test_keys_that_are_none_have_no_part_in_dq(head_dim: int, dtype: torch.dtype
 
 
 @pytest.mark.parametrize(("sharp", "loose"), [(1.0, 1.1), (4.0, 1.5)])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 160, 256])
 def test_rounding_error_is_at_most_that_of_pytorch(way: str, head_dim: int, sharp: float, loose: float) -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v = (torch.randn(1, 2, 4096, head_dim, device="cuda", generator=generator).bfloat16() for _ in range(3))

@@ -248,9 +248,16 @@ def test_v_in_float16_repeats_what_v_repeats() -> None:
 def test_v_in_float16_is_made_where_enough_queries_see_a_key() -> None:
     float16_values = pytest.importorskip("flashspan.kernels.hopper.float16_values")
 
-    def is_faster(mask: Mask, tokens: int, head_dim: int, group: int = 1, dtype: torch.dtype = torch.bfloat16) -> bool:
+    def is_faster(
+        mask: Mask,
+        tokens: int,
+        head_dim: int,
+        group: int = 1,
+        dtype: torch.dtype = torch.bfloat16,
+        carry: bool = False,
+    ) -> bool:
         q, k = (torch.empty(1, heads, tokens, head_dim, dtype=dtype, device="meta") for heads in (group, 1))
-        return float16_values.is_faster(q, k, mask)
+        return float16_values.is_faster(q, k, mask, carry)
 
     assert is_faster(CAUSAL, 4096, 128)
     assert is_faster(CAUSAL, 2048, 128, group=2)
@@ -264,6 +271,8 @@ def test_v_in_float16_is_made_where_enough_queries_see_a_key() -> None:
         assert is_faster(Rows(every, every + 1, tokens, convex=True, reach=0), tokens, 128) == (tokens == 32768)
     assert not is_faster(CAUSAL, 2048, 128)
     assert not is_faster(Band(-1023, 0), 65536, 128)
+    assert is_faster(CAUSAL, 4096, 160)
+    assert not is_faster(CAUSAL, 65536, 160, carry=True)
     assert not is_faster(CAUSAL, 65536, 256)
     assert not is_faster(CAUSAL, 65536, 128, dtype=torch.float16)
     assert not is_faster(random_blocks(1024, 0.5), 1024, 128)

@@ -53,11 +53,13 @@ class ForwardConfig:
 
     BLOCK_Q: gl.constexpr  # queries of a consumer in a tile: 64
     BLOCK_K: gl.constexpr  # keys of a block
-    BLOCK_D: gl.constexpr  # head size as the kernel holds it: 64, 128 or 256
+    BLOCK_D: gl.constexpr  # head size as the kernel holds it: 64, 128, 192 or 256
+    SLICES: gl.constexpr  # slices of columns that Q, K, V and the output consist of: 1, or 3 for 192 (slices.py)
+    SLICE_D: gl.constexpr  # columns of a slice: BLOCK_D / SLICES
     HEAD_DIM: gl.constexpr  # head size of the caller, at most BLOCK_D
     CONSUMERS: gl.constexpr  # consumer warpgroups: 2, or 3 for heads of 64 and long bands
     STAGES: gl.constexpr  # pairs (K of block i, V of block i - 1) in flight
-    Q_STAGES: gl.constexpr  # tiles of Q in flight: 2, or 1 if there is no room (heads of 256)
+    Q_STAGES: gl.constexpr  # tiles of Q in flight: 2, or 1 if there is no room (heads of 256; three STAGES of 192)
     HIDDEN_SIDES: gl.constexpr  # hidden keys: 0 none, 1 those after a row's interval, 2 also those before it
     TABLE: gl.constexpr  # intervals come from tables, which only the producer reads: documents; else lo and hi
     BLOCK_MAP: gl.constexpr  # the mask is a BlockMask, not an IntervalMask
@@ -68,10 +70,11 @@ class ForwardConfig:
         gl.constexpr
     )  # V is converted from bfloat16 to float16: if enough queries see a key (float16_values.py)
     TRACK_MAXIMUM: gl.constexpr  # m follows every block's maximum: unless FLOAT16_VALUES or a bfloat16 block map
-    FREE_K_FIRST: gl.constexpr  # K's stage is freed before V's: block maps, and FLOAT16_VALUES with heads of 128
+    FREE_K_FIRST: gl.constexpr  # K's stage is freed before V's: block maps; if there are two: 192, FLOAT16_VALUES
+    Q_IN_REGISTERS: gl.constexpr  # Q is loaded from shared memory once: heads of 64, and of 192 with FLOAT16_VALUES
     UNIT_SCALE: gl.constexpr  # the scale in base 2 is 1: scores are not multiplied (heads of 64)
     SCORES: gl.constexpr  # layout of S and P [BLOCK_Q, BLOCK_K] in registers
-    OUTPUT: gl.constexpr  # layout of the output's accumulator [BLOCK_Q, BLOCK_D] in registers
+    OUTPUT: gl.constexpr  # layout of an accumulator of the output [BLOCK_Q, SLICE_D] in registers
 
 
 @aggregate
@@ -104,10 +107,10 @@ class ForwardTensors:
 
 @aggregate
 class ForwardBuffers:
-    """Shared memory. Stages come first in each shape."""
+    """Shared memory. Stages come first in each shape, then slices."""
 
-    q_s: Shared  # [Q_STAGES * CONSUMERS, 1, 1, BLOCK_Q, BLOCK_D]
-    k_s: Shared  # [STAGES, 1, 1, BLOCK_K, BLOCK_D]
+    q_s: Shared  # [Q_STAGES * CONSUMERS * SLICES, 1, 1, BLOCK_Q, SLICE_D]
+    k_s: Shared  # [STAGES * SLICES, 1, 1, BLOCK_K, SLICE_D]
     v_s: Shared
     output_s: Shared  # [CONSUMERS, ...] half of a float32 output, if OUTPUT_BUFFER
     ones_s: Shared  # operand of parts.py, if UNIT_SCALE

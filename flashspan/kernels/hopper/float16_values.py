@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashspan.kernels.hopper.tensors import block_dim
+from flashspan.kernels.hopper.tensors import block_dim, forward_dim
 from flashspan.kernels.hopper.tiles import FLOAT16_FROM
 from flashspan.kernels.launch.launch import Launch
 from flashspan.kernels.masks import Band, Mask, Rows, count
@@ -25,11 +25,14 @@ LEAST = tl.constexpr(2.0**-18)
 MOST = tl.constexpr(2.0**12 - 8)
 
 
-def is_faster(q: Tensor, k: Tensor, mask: Mask) -> bool:
+def is_faster(q: Tensor, k: Tensor, mask: Mask, carry: bool = False) -> bool:
     """Whether forward is faster with V in float16 than with TRACK_MAXIMUM (softmax.py). If so, it is also more
     accurate. False for block maps, which use neither."""
-    least = FLOAT16_FROM.get(block_dim(q.shape[-1]))
+    wide = forward_dim(q.shape[-1])
+    least = FLOAT16_FROM.get(wide)
     if q.dtype != torch.bfloat16 or least is None or not isinstance(mask, (Band, Rows)):
+        return False
+    if carry and wide > 128:  # merge_into_first_block does not know FLOAT16_UNIT
         return False
     (_, H, T, _), (_, K, S, _) = q.shape, k.shape
     if least > H // K * T:  # even if all queries see the key

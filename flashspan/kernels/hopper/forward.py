@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
 from flashspan.kernels.hopper.carry import LOWEST, load_carry, merge_into_first_block, merge_into_result
 from flashspan.kernels.hopper.config import (
@@ -45,6 +45,16 @@ from flashspan.kernels.hopper.ptx import declare_vote
 from flashspan.kernels.hopper.row_values import as_column, one_per_row, row_sums
 from flashspan.kernels.hopper.scheduler import load_number, stage_and_phase, tile_position
 from flashspan.kernels.hopper.shared_memory import load_copied, split_columns, store_output, store_tile
+from flashspan.kernels.hopper.slices import (
+    load_operands,
+    multiply_slices,
+    slices_of,
+    start_output,
+    start_scores,
+    store_slices,
+    transposed_slices_of,
+    wait_for_output,
+)
 from flashspan.kernels.hopper.softmax import exponentials, partial_sums, raise_maximum
 
 NUMBERS = ["s_ob", "s_oh", "s_ot", "s_rows", "H", "G", "T", "S", "lo", "hi", "num_heads", "section", "num_tiles"]
@@ -95,21 +105,22 @@ def _run(
     HIDDEN_SIDES: gl.constexpr, TABLE: gl.constexpr, CARRY: gl.constexpr, BLOCK_MAP: gl.constexpr,
     UNIT_SCALE: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Derive the constants, allocate buffers and barriers, and start the partitions.
-
-    `warp_specialize` takes the functions of all partitions, then the warps and registers of all but the first, which
-    runs on the launch's own warps.
-    """
+    """Derive the constants, allocate buffers and barriers, and start the partitions. `warp_specialize` takes their
+    functions, then the warps and registers of all but the first, which runs on the launch's own warps."""
     desc_q, desc_k, desc_v, desc_out = tensors.desc_q, tensors.desc_k, tensors.desc_v, tensors.desc_out
     BLOCK_Q: gl.constexpr = desc_q.block_type.shape[2]
-    BLOCK_D: gl.constexpr = desc_q.block_type.shape[3]
     BLOCK_K: gl.constexpr = desc_k.block_type.shape[2]
+    SLICE_D: gl.constexpr = desc_q.block_type.shape[3]
+    SLICES: gl.constexpr = (HEAD_DIM + SLICE_D - 1) // SLICE_D
+    BLOCK_D: gl.constexpr = SLICES * SLICE_D
     OUTPUT_BUFFER: gl.constexpr = desc_out.dtype == gl.float32 and BLOCK_D <= 128 and not BLOCK_MAP
     FLOAT16_VALUES: gl.constexpr = desc_v.dtype != desc_k.dtype
     config = ForwardConfig(
         BLOCK_Q=BLOCK_Q,
         BLOCK_K=BLOCK_K,
         BLOCK_D=BLOCK_D,
+        SLICES=SLICES,
+        SLICE_D=SLICE_D,
         HEAD_DIM=HEAD_DIM,
         CONSUMERS=CONSUMERS,
         STAGES=STAGES,
@@ -122,15 +133,17 @@ def _run(
         OUTPUT_BUFFER=OUTPUT_BUFFER,
         FLOAT16_VALUES=FLOAT16_VALUES,
         TRACK_MAXIMUM=not FLOAT16_VALUES and (desc_v.dtype == gl.float16 or not BLOCK_MAP),
-        FREE_K_FIRST=BLOCK_MAP or (FLOAT16_VALUES and BLOCK_D == 128),
+        FREE_K_FIRST=BLOCK_MAP or (STAGES == 2 and (SLICES == 3 or FLOAT16_VALUES)),
+        Q_IN_REGISTERS=BLOCK_D == 64 or (SLICES == 3 and FLOAT16_VALUES),
         UNIT_SCALE=UNIT_SCALE,
         SCORES=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16]),
-        OUTPUT=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16]),
+        OUTPUT=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SLICE_D, 16]),
     )
     gl.static_assert(CONSUMERS == 2 or not CARRY)
-    q_s = gl.allocate_shared_memory(desc_q.dtype, [Q_STAGES * CONSUMERS, 1, 1, BLOCK_Q, BLOCK_D], desc_q.layout)
-    k_s = gl.allocate_shared_memory(desc_q.dtype, [STAGES, 1, 1, BLOCK_K, BLOCK_D], desc_k.layout)
-    v_s = gl.allocate_shared_memory(desc_v.dtype, [STAGES, 1, 1, BLOCK_K, BLOCK_D], desc_v.layout)
+    Q_SLICES: gl.constexpr = Q_STAGES * CONSUMERS * SLICES
+    q_s = gl.allocate_shared_memory(desc_q.dtype, [Q_SLICES, 1, 1, BLOCK_Q, SLICE_D], desc_q.layout)
+    k_s = gl.allocate_shared_memory(desc_q.dtype, [STAGES * SLICES, 1, 1, BLOCK_K, SLICE_D], desc_k.layout)
+    v_s = gl.allocate_shared_memory(desc_v.dtype, [STAGES * SLICES, 1, 1, BLOCK_K, SLICE_D], desc_v.layout)
     output_s = q_s  # a placeholder: not used without OUTPUT_BUFFER
     if OUTPUT_BUFFER:
         output_s = gl.allocate_shared_memory(desc_q.dtype, [CONSUMERS, 1, 1, BLOCK_Q, BLOCK_D], desc_q.layout)
@@ -196,6 +209,7 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, outputs, mask,
     BLOCK_Q: gl.constexpr = config.BLOCK_Q
     BLOCK_K: gl.constexpr = config.BLOCK_K
     BLOCK_D: gl.constexpr = config.BLOCK_D
+    SLICES: gl.constexpr = config.SLICES
     STAGES: gl.constexpr = config.STAGES
     TILE_Q: gl.constexpr = config.CONSUMERS * BLOCK_Q
     ROWS: gl.constexpr = gl.SliceLayout(1, config.SCORES)  # layout of a number for each row
@@ -222,9 +236,9 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, outputs, mask,
             n = end - first
             m0 += WG * BLOCK_Q
         if config.CARRY and not config.CARRY_LAST:
-            o, past = load_carry(outputs, i_bh, H, m0, T, config.HEAD_DIM, BLOCK_D, ROWS, config.OUTPUT)
+            o, past = load_carry(outputs, i_bh, m0, sizes, config)
         else:
-            o = gl.zeros([BLOCK_Q, BLOCK_D], gl.float32, layout=config.OUTPUT)
+            o = (gl.zeros([BLOCK_Q, config.SLICE_D], gl.float32, layout=config.OUTPUT),) * SLICES
         zero = gl.zeros([BLOCK_Q, BLOCK_K], gl.float32, layout=config.SCORES)
         m = partial_sums(zero) + LOWEST
         if not config.BLOCK_MAP:
@@ -232,13 +246,12 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, outputs, mask,
             r_start, r_end = intervals_of(o_m, T, S, sizes.lo, sizes.hi, mask, i_b, config.TABLE)
 
         q_stage, _ = stage_and_phase(turn, config.Q_STAGES)
-        q = buffers.q_s.index(q_stage * config.CONSUMERS + WG).reshape((BLOCK_Q, BLOCK_D))
-        if BLOCK_D == 64:  # with Q in registers, for which there is room, shared memory is read less
-            q = q.load(gl.DotOperandLayout(0, config.SCORES, 2))
+        q = slices_of(buffers.q_s, q_stage * config.CONSUMERS + WG, config)
+        if config.Q_IN_REGISTERS:
+            q = load_operands(q, config)
         stage, phase = stage_and_phase(pair, STAGES)
         mbarrier.wait(full.index(stage), phase)
-        k = buffers.k_s.index(stage).reshape((BLOCK_K, BLOCK_D)).permute((1, 0))
-        s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+        s = start_scores(q, transposed_slices_of(buffers.k_s, stage, config), zero)
         if config.Q_STAGES == 2:  # by now the previous tile has been written from the other Q buffer
             tma.store_wait(0)
             mbarrier.arrive(barriers.q_empty.index(1 - q_stage), count=1, pred=turn > 0)
@@ -291,10 +304,10 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, outputs, mask,
             mbarrier.arrive(barriers.q_read, count=1)
         stage, phase = stage_and_phase(pair + n, STAGES)
         pd = gl.convert_layout(p.to(buffers.v_s.dtype), gl.DotOperandLayout(0, config.OUTPUT, 2), assert_trivial=True)
-        o = warpgroup_mma(pd, buffers.v_s.index(stage).reshape((BLOCK_K, BLOCK_D)), o, is_async=True)
+        o = start_output(pd, slices_of(buffers.v_s, stage, config), o)
         if config.FREE_K_FIRST:
             mbarrier.arrive(empty.index(stage + STAGES), count=1)
-        o = warpgroup_mma_wait(0, deps=(o,))
+        o = wait_for_output(o, (pd,) if SLICES > 1 else ())[:SLICES]
         mbarrier.arrive(empty.index(stage), count=1)
         pair += n + 1
         # Compute the tile's position again, because otherwise it would occupy registers during the loop.
@@ -327,7 +340,10 @@ def _mark_invalid(i_bh, m0, l, o, sizes, outputs, config):
     BLOCK_Q: gl.constexpr = config.BLOCK_Q
     RO: gl.constexpr = gl.SliceLayout(1, config.OUTPUT)
     T = sizes.T
-    finite = (gl.sum(o, 1) + gl.convert_layout(l, RO, assert_trivial=True)) * 0.0 == 0.0
+    total = gl.sum(o[0], 1)
+    for i in gl.static_range(1, config.SLICES):
+        total += gl.sum(o[i], 1)
+    finite = (total + gl.convert_layout(l, RO, assert_trivial=True)) * 0.0 == 0.0
     wrong = gl.where(finite | (m0 + gl.arange(0, BLOCK_Q, layout=RO) >= T), 0, 1)
     p_mark = outputs.invalid + i_bh.to(gl.int64) * gl.cdiv(T, BLOCK_Q) + m0 // BLOCK_Q
     if config.CARRY:  # rows from T on are not written
@@ -361,7 +377,7 @@ def _store(WG: gl.constexpr, turn, q_stage, i_bh, m0, m, l, o, tensors, buffers,
         if config.FLOAT16_VALUES:
             now = now * FLOAT16_UNIT
         gl.store(p_lse + o_m, lse * 0.6931471805599453, mask=o_m < T)
-        left, right = split_columns(o * as_column(now, o))
+        left, right = split_columns(o[0] * as_column(now, o[0]))
         past = as_column(past, left)
         mbarrier.wait(barriers.carry_full.index(0), turn & 1)
         output_s = buffers.output_s.index(WG)
@@ -374,8 +390,8 @@ def _store(WG: gl.constexpr, turn, q_stage, i_bh, m0, m, l, o, tensors, buffers,
         nothing = l == 0.0
         l = gl.where(nothing, 1.0, l)
         gl.store(p_lse + o_m, gl.where(nothing, float("-inf"), (m + gl.log2(l)) * 0.6931471805599453), mask=o_m < T)
-        o = o * as_column((FLOAT16_UNIT if config.FLOAT16_VALUES else 1.0) / l, o)
+        o = multiply_slices(o, as_column((FLOAT16_UNIT if config.FLOAT16_VALUES else 1.0) / l, o[0]))
         if config.OUTPUT_BUFFER:
-            store_output(desc_out, i_b, i_h, m0, o, q_s, False, False, buffers.output_s.index(WG))
+            store_output(desc_out, i_b, i_h, m0, o[0], q_s, False, False, buffers.output_s.index(WG))
         else:
-            store_output(desc_out, i_b, i_h, m0, o, q_s, False)
+            store_slices(desc_out, i_b, i_h, m0, o, buffers.q_s, q_stage * config.CONSUMERS + WG)

@@ -8,8 +8,16 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from flashspan.kernels.hopper.masking import hide_by_words, hide_keys
 from flashspan.kernels.hopper.parts import bias_operand
-from flashspan.kernels.hopper.ptx import all_below, rescale
+from flashspan.kernels.hopper.ptx import all_below
 from flashspan.kernels.hopper.scheduler import stage_and_phase
+from flashspan.kernels.hopper.slices import (
+    rescale_slices,
+    slices_of,
+    start_output,
+    start_scores,
+    transposed_slices_of,
+    wait_for_output,
+)
 from flashspan.kernels.hopper.softmax import SUM_LIMIT, exponentials, lower_maximum, partial_sums, raise_maximum
 
 
@@ -25,8 +33,7 @@ def step(
     first key); a block map uses only the first element. Otherwise `hidden` is empty and, with UNIT_SCALE, minus_m is -m
     as the operand of a matmul (parts.py).
     """
-    BLOCK_K: gl.constexpr = config.BLOCK_K
-    BLOCK_D: gl.constexpr = config.BLOCK_D
+    SLICES: gl.constexpr = config.SLICES
     STAGES: gl.constexpr = config.STAGES
     RAISE: gl.constexpr = EDGE or config.TRACK_MAXIMUM
     SUBTRACTED: gl.constexpr = config.UNIT_SCALE and not EDGE
@@ -34,21 +41,20 @@ def step(
     stage, phase = stage_and_phase(pair, STAGES)
     after, phase = stage_and_phase(pair + 1, STAGES)
     pd = gl.convert_layout(p.to(buffers.v_s.dtype), gl.DotOperandLayout(0, config.OUTPUT, 2), assert_trivial=True)
-    k = buffers.k_s.index(stage).reshape((BLOCK_K, BLOCK_D)).permute((1, 0))
+    k = transposed_slices_of(buffers.k_s, stage, config)
+    sa = zero
     if SUBTRACTED:  # the accumulator starts at -m: see parts.py
         sa = warpgroup_mma(minus_m, buffers.ones_s.permute((1, 0)), zero, use_acc=False, is_async=True)
-        sa = warpgroup_mma(q, k, sa, is_async=True)
-    else:
-        sa = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
-    oa = warpgroup_mma(pd, buffers.v_s.index(stage).reshape((BLOCK_K, BLOCK_D)), o, is_async=True)
-    s = warpgroup_mma_wait(1, deps=(sa,))
+    sa = start_scores(q, k, sa, ADD=SUBTRACTED)
+    oa = start_output(pd, slices_of(buffers.v_s, stage, config), o)
+    s = warpgroup_mma_wait(SLICES, deps=(sa,))  # the matmuls of the output may still run
     if EDGE:
         some, r_start, r_end, n0 = hidden
         if some:
             if config.BLOCK_MAP:
                 s = hide_by_words(s, mask.words_s.index(stage * 2 + WG), 0)
             else:
-                s = hide_keys(s, r_start, r_end, n0, config.HIDDEN_SIDES, BLOCK_D == 64)
+                s = hide_keys(s, r_start, r_end, n0, config.HIDDEN_SIDES, config.BLOCK_D == 64)
     if config.FREE_K_FIRST:  # K has been read: the producer may load the next one
         mbarrier.arrive(empty.index(stage + STAGES), count=1)
     if RAISE:
@@ -61,11 +67,11 @@ def step(
     sums = partial_sums(p)
     l = l + sums
     mbarrier.wait(full.index(after), phase)
-    # Pass P through the wait with O, so that ptxas does not reuse registers that the matmul still reads.
-    o, p = warpgroup_mma_wait(0, deps=(oa, p))
+    done = wait_for_output(oa, (p,))
+    o, p = done[:SLICES], done[SLICES]
     mbarrier.arrive(empty.index(stage), count=1)
     if RAISE:
-        o = rescale(o, alpha)
+        o = rescale_slices(o, alpha)
     return p, m, l, o, sums
 
 

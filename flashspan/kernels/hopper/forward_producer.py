@@ -18,6 +18,7 @@ from flashspan.kernels.hopper.scheduler import (
     store_number,
     tile_position,
 )
+from flashspan.kernels.hopper.slices import load_slices
 
 
 @gluon.jit
@@ -51,11 +52,6 @@ def _wait_for_stage(stage, phase, barriers, config):
 
 
 @gluon.jit
-def _load(desc, b, h, row, bar, buffer):
-    tma.async_copy_global_to_shared(desc, [b, h, row, 0], bar, buffer)
-
-
-@gluon.jit
 def _prefetch_carry(tile, outputs, sizes, config):
     """Bring the rows of a tile's carry into the L2 cache."""
     ROWS: gl.constexpr = 2 * config.BLOCK_Q
@@ -85,7 +81,7 @@ def _load_carry_half(desc_out, b, h, m0, HALF: gl.constexpr, bar, buffers_s, fir
 def _publish_tile(turn, stage, tile, tensors, barriers, config):
     """Publish a tile's number and announce its Q."""
     publish_number(barriers.tile_s.index(turn & 3), tile)
-    mbarrier.expect(barriers.q_full.index(stage), config.CONSUMERS * tensors.desc_q.block_type.nbytes)
+    mbarrier.expect(barriers.q_full.index(stage), config.CONSUMERS * config.SLICES * tensors.desc_q.block_type.nbytes)
 
 
 @gluon.jit
@@ -107,6 +103,8 @@ def produce(tensors, buffers, barriers, sizes, outputs, mask, config):
     BLOCK_K: gl.constexpr = config.BLOCK_K
     STAGES: gl.constexpr = config.STAGES
     ROWS: gl.constexpr = config.CONSUMERS * config.BLOCK_Q
+    SLICES: gl.constexpr = config.SLICES
+    NBYTES: gl.constexpr = SLICES * desc_k.block_type.nbytes  # of a block of K or V
     # Tiles of equal length end at the same time and then all load their carries: prefetch carries into the L2 cache.
     PREFETCH: gl.constexpr = config.CARRY and config.HIDDEN_SIDES == 0
     pair = 0
@@ -126,8 +124,8 @@ def produce(tensors, buffers, barriers, sizes, outputs, mask, config):
         # The first K does not wait for Q's buffer: it is loaded while consumers finish the previous tile.
         stage, phase = stage_and_phase(pair, STAGES)
         _wait_for_stage(stage, phase, barriers, config)
-        mbarrier.expect(full.index(stage), desc_k.block_type.nbytes)
-        _load(desc_k, i_b, i_k, (end - 1) * BLOCK_K, full.index(stage), k_s.index(stage))
+        mbarrier.expect(full.index(stage), NBYTES)
+        load_slices(desc_k, i_b, i_k, (end - 1) * BLOCK_K, full.index(stage), k_s, stage, SLICES)
         q_stage, phase = stage_and_phase(turn, config.Q_STAGES)
         mbarrier.wait(barriers.q_empty.index(q_stage), phase ^ 1)
         if config.TABLE:
@@ -135,7 +133,7 @@ def produce(tensors, buffers, barriers, sizes, outputs, mask, config):
         _publish_tile(turn, q_stage, tile, tensors, barriers, config)
         for w in gl.static_range(config.CONSUMERS):
             row = m0 + w * config.BLOCK_Q
-            _load(desc_q, i_b, i_h, row, q_full.index(q_stage), q_s.index(q_stage * config.CONSUMERS + w))
+            load_slices(desc_q, i_b, i_h, row, q_full.index(q_stage), q_s, q_stage * config.CONSUMERS + w, SLICES)
         after = tile
         for i in range(1, n):
             if PREFETCH and i == gl.maximum(n - 8, 1):
@@ -144,15 +142,15 @@ def produce(tensors, buffers, barriers, sizes, outputs, mask, config):
             stage, phase = stage_and_phase(pair + i, STAGES)
             row = (end - 1 - i) * BLOCK_K
             mbarrier.wait(empty.index(stage + (STAGES if config.FREE_K_FIRST else 0)), phase ^ 1)
-            mbarrier.expect(full.index(stage), 2 * desc_k.block_type.nbytes)
-            _load(desc_k, i_b, i_k, row, full.index(stage), k_s.index(stage))
+            mbarrier.expect(full.index(stage), 2 * NBYTES)
+            load_slices(desc_k, i_b, i_k, row, full.index(stage), k_s, stage, SLICES)
             if config.FREE_K_FIRST:
                 mbarrier.wait(empty.index(stage), phase ^ 1)
-            _load(desc_v, i_b, i_k, row + BLOCK_K, full.index(stage), v_s.index(stage))
+            load_slices(desc_v, i_b, i_k, row + BLOCK_K, full.index(stage), v_s, stage, SLICES)
         stage, phase = stage_and_phase(pair + n, STAGES)
         _wait_for_stage(stage, phase, barriers, config)
-        mbarrier.expect(full.index(stage), desc_v.block_type.nbytes)
-        _load(desc_v, i_b, i_k, first * BLOCK_K, full.index(stage), v_s.index(stage))
+        mbarrier.expect(full.index(stage), NBYTES)
+        load_slices(desc_v, i_b, i_k, first * BLOCK_K, full.index(stage), v_s, stage, SLICES)
         if not PREFETCH or n == 1:
             after = next_tile(sizes.counter)
         # The carry's first half is loaded into the output's buffer, after the previous tile has been written from it;
@@ -195,7 +193,7 @@ def produce_listed(tensors, buffers, barriers, sizes, outputs, mask, config):
         _wait_for_stage(stage, phase, barriers, config)
         mbarrier.expect(bar, PAIR // 2, pred=num_partial == 0)
         mbarrier.expect(bar, PAIR // 2 + WORDS, pred=num_partial > 0)
-        _load(desc_k, i_b, i_k, row, bar, k_s.index(stage))
+        load_slices(desc_k, i_b, i_k, row, bar, k_s, stage, 1)
         load_words(mask, word, bar, stage, num_partial > 0)
         q_stage, phase = stage_and_phase(turn, config.Q_STAGES)
         mbarrier.wait(barriers.q_empty.index(q_stage), phase ^ 1)
@@ -203,7 +201,7 @@ def produce_listed(tensors, buffers, barriers, sizes, outputs, mask, config):
         _publish_tile(turn, q_stage, tile, tensors, barriers, config)
         for w in gl.static_range(2):
             m0 = (line * 2 + w) * config.BLOCK_Q
-            _load(desc_q, i_b, i_h, m0, q_full.index(q_stage), q_s.index(q_stage * 2 + w))
+            load_slices(desc_q, i_b, i_h, m0, q_full.index(q_stage), q_s, q_stage * 2 + w, 1)
         for i in range(1, n):
             before = row
             block, word = find_block(mask, begin, end, i, num_partial)
@@ -213,10 +211,10 @@ def produce_listed(tensors, buffers, barriers, sizes, outputs, mask, config):
             mbarrier.wait(empty.index(stage + STAGES), phase ^ 1)
             mbarrier.expect(bar, PAIR, pred=i >= num_partial)
             mbarrier.expect(bar, PAIR + WORDS, pred=i < num_partial)
-            _load(desc_k, i_b, i_k, row, bar, k_s.index(stage))
+            load_slices(desc_k, i_b, i_k, row, bar, k_s, stage, 1)
             load_words(mask, word, bar, stage, i < num_partial)
             mbarrier.wait(empty.index(stage), phase ^ 1)
-            _load(desc_v, i_b, i_k, before, bar, v_s.index(stage))
+            load_slices(desc_v, i_b, i_k, before, bar, v_s, stage, 1)
         # Find the next tile here, not at the end, because consumers still compute two blocks in the meantime.
         stage, phase = stage_and_phase(pair + n, STAGES)
         pair += n + 1
@@ -226,5 +224,5 @@ def produce_listed(tensors, buffers, barriers, sizes, outputs, mask, config):
         begin, end, n, num_partial = find_list(mask, i_bh // sizes.H, i_bh % sizes.H, line)
         _wait_for_stage(stage, phase, barriers, config)
         mbarrier.expect(barriers.full.index(stage), PAIR // 2)
-        _load(desc_v, i_b, i_k, row, barriers.full.index(stage), v_s.index(stage))
+        load_slices(desc_v, i_b, i_k, row, barriers.full.index(stage), v_s, stage, 1)
     _end(turn, tile, barriers, sizes, config)

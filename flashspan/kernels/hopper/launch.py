@@ -27,6 +27,7 @@ from flashspan.kernels.hopper.tensors import (
     aligned,
     block_dim,
     describe,
+    forward_dim,
     is_aligned,
     key_heads_for_queries,
     new_counter,
@@ -66,7 +67,7 @@ def forward(
     bad = _empty_flags(q)
     tables = mask.to(q.device).packed
     with on(q.device):
-        fine = (empty_float16(v),) if is_faster(q, k, mask) else ()
+        fine = (empty_float16(v),) if is_faster(q, k, mask, carry is not None) else ()
         made = (out, lse, bad, *fine, new_counter(q.device))
         steps = None if carry is None else out.stride()  # a carry may have any strides
         done = replay(_forward_launches, (q, k, v), tables, made, scale, steps, out.dtype, bool(fine))
@@ -149,8 +150,9 @@ def forward_launch(
     if isinstance(mask, Blocks):
         return lists_forward_launch(q, k, v, out, lse, bad, mask, scale, carry, counter)
     table, start, end, _, _, rows_stride, _, lo, hi, _ = mask_arguments(mask, T, S, bad)
-    wide = block_dim(D)
-    tile = forward_tile(wide, v.dtype != q.dtype and not (table or carry), T, min(hi - lo + 1, S))
+    wide = forward_dim(D)
+    slice_d = 64 if wide == 192 else wide  # slices.py
+    tile = forward_tile(wide, v.dtype != q.dtype, not (table or carry), T, min(hi - lo + 1, S))
     group = H // K
     tiles_per_head = triton.cdiv(T, 64 * tile.warpgroups)
     num_tiles, chip = tiles_per_head * B * H, multiprocessors(q.device)
@@ -159,8 +161,8 @@ def forward_launch(
         forward_kernel,
         (min(num_tiles, chip),),
         (
-            describe(q, 1, 1, 64, wide), describe(k, 1, 1, tile.block_k, wide), describe(v, 1, 1, tile.block_k, wide),
-            describe(out, 1, 1, 64, wide * 2 // out.itemsize), out, lse, bad, start, end, counter,
+            describe(q, 1, 1, 64, slice_d), *(describe(x, 1, 1, tile.block_k, slice_d) for x in (k, v)),
+            describe(out, 1, 1, 64, slice_d * 2 // out.itemsize), out, lse, bad, start, end, counter,
             *(step // 8 for step in out.stride()[:3]), rows_stride, H, group, T, S, lo, hi, scale * LOG2E, B * H,
             section * group, num_tiles,
         ),

@@ -52,8 +52,14 @@ def load_number(slot, WARPS: gl.constexpr):
 @gluon.jit
 def stage_and_phase(x, STAGES: gl.constexpr):
     """The number of a load into a ring of buffers -> (its stage, the phase of the stage's barriers)."""
-    LOG: gl.constexpr = STAGES // 2 - STAGES // 8  # of 1, 2, 4 and 8
-    return x & (STAGES - 1), (x >> LOG) & 1
+    if STAGES == 3:
+        stage = x % 3
+        phase = (x // 3) & 1
+    else:
+        LOG: gl.constexpr = STAGES // 2 - STAGES // 8  # of 1, 2, 4 and 8
+        stage = x & (STAGES - 1)
+        phase = (x >> LOG) & 1
+    return stage, phase
 
 
 @gluon.jit

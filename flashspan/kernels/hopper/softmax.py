@@ -20,6 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashspan.kernels.hopper.row_values import across, as_column, scale_rows
+from flashspan.kernels.hopper.slices import scale_slices
 
 FIRST_EXPONENT = gl.constexpr(6)
 """With FLOAT16_VALUES, the exponential of the first maximum is 2 to this power. Below it, float16 has 30 more powers of
@@ -67,4 +68,4 @@ def lower_maximum(p, m, l, o, sums):
     exponent = (top.to(gl.int32, bitcast=True) >> 23) & 255
     down = gl.where(top >= SUM_LIMIT, exponent - (127 + FIRST_EXPONENT), 0)
     alpha = ((127 - down) << 23).to(gl.float32, bitcast=True)
-    return scale_rows(p, alpha), m + down.to(gl.float32), l * alpha, scale_rows(o, alpha)
+    return scale_rows(p, alpha), m + down.to(gl.float32), l * alpha, scale_slices(o, alpha)

@@ -44,6 +44,11 @@ def block_dim(head_dim: int) -> int:
     return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
 
 
+def forward_dim(head_dim: int) -> int:
+    """`block_dim` for forward, which holds heads of 129 to 192 in slices of columns (slices.py)."""
+    return 192 if 128 < head_dim <= 192 else block_dim(head_dim)
+
+
 @cache
 def _layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
     return gl.NVMMASharedLayout.get_default_for(list(block), DTYPES[dtype])

@@ -24,10 +24,12 @@ class Backward:
     block_k: int
 
 
-FORWARD = {64: Forward(2, 128, 4, 2), 128: Forward(2, 128, 2, 2), 256: Forward(2, 64, 2, 1)}
+FORWARD = {64: Forward(2, 128, 4, 2), 128: Forward(2, 128, 2, 2), 192: Forward(2, 64, 2, 2), 256: Forward(2, 64, 2, 1)}
 BACKWARD = {64: Backward(2, 128, 64), 128: Backward(2, 64, 64)}
 """By padded head size. Above 128, dK and dV of two warpgroups do not fit the registers: see two_pass.py."""
 
+FORWARD_FLOAT16 = {192: Forward(2, 64, 3, 1)}
+"""With V in float16, if other sizes are faster then: with many blocks, a third pair is worth more than the next Q."""
 FORWARD_BY_THREE = {64: Forward(3, 64, 8, 2)}
 """Three consumers, for many blocks of one kind: a band, without a carry, with V in float16. They are slower for tiles
 with few keys, and for `Rows`, because a tile of 192 queries often contains two documents."""
@@ -37,7 +39,7 @@ THREE_FROM = {"queries": 257, "seen": 1024, "keys": 257}
 """The least numbers for three consumers. In forward: queries, and keys that a query sees (seen); in backward: keys.
 With smaller numbers, a tile of 192 is a third empty, or most blocks are edge blocks."""
 
-FLOAT16_FROM = {64: 1024, 128: 2048}
+FLOAT16_FROM = {64: 1024, 128: 2048, 192: 2048}
 """By padded head size: if at least this many queries see a key, over all heads that share it, forward is faster with V
 converted to float16 than with TRACK_MAXIMUM (softmax.py)."""
 
@@ -50,10 +52,13 @@ def warps(warpgroups: int) -> dict[str, int]:
     return {**WARPS, "CONSUMERS": warpgroups, **({"REGISTERS": 160} if warpgroups == 3 else {})}
 
 
-def forward_tile(wide: int, alike: bool, queries: int, seen: int) -> Forward:
-    """The sizes for this number of queries, which see `seen` keys each. alike: three consumers are allowed."""
+def forward_tile(wide: int, in_float16: bool, alike: bool, queries: int, seen: int) -> Forward:
+    """The sizes for this number of queries, which see `seen` keys each. in_float16: V was converted. alike: blocks are
+    of one kind, so three consumers are allowed."""
     many = queries >= THREE_FROM["queries"] and seen >= THREE_FROM["seen"]
-    return FORWARD_BY_THREE[wide] if wide in FORWARD_BY_THREE and alike and many else FORWARD[wide]
+    if in_float16 and alike and many and wide in FORWARD_BY_THREE:
+        return FORWARD_BY_THREE[wide]
+    return FORWARD_FLOAT16[wide] if in_float16 and wide in FORWARD_FLOAT16 else FORWARD[wide]
 
 
 def backward_tile(wide: int, alike: bool, keys: int) -> Backward:
