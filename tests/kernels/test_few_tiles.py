@@ -47,12 +47,29 @@ def compute(x: Inputs, mask: Mask, scale: float, size: Tile) -> dict[str, torch.
     lse = out.new_empty(out.shape[:3])
     forward_launch(x.q, x.k, x.v, out, lse, mask, scale, False, None, size=size)()
     grads = [torch.full_like(y, torch.nan) for y in (x.q, x.k, x.v)]
-    few_tiles.gradients_launch((x.dout, x.q, x.k, x.v, lse, out), grads, mask, scale, size)()
+    parts = [torch.full_like(y, torch.nan) for y in few_tiles._parts(grads, size)]
+    parts = [y if n == 1 else part for y, part, n in zip(grads, parts, _counts(size), strict=bool(parts))]
+    few_tiles.gradients_launch((x.dout, x.q, x.k, x.v, lse, out), parts or grads, mask, scale, size)()
+    if parts:
+        few_tiles.add_launch(parts, grads, size)()
     return {"out": out, "lse": lse, **dict(zip(GRADIENTS, grads, strict=True))}
 
 
+def _counts(size: Tile) -> tuple[int, int, int]:
+    return size.key_parts, size.query_parts, size.query_parts
+
+
+SIZES = {
+    "wide": Tile(32, 64, 64, 4, 2),
+    "tall": Tile(64, 32, 32, 4, 1),
+    "parts of keys": Tile(32, 32, 32, 4, 1, key_parts=3),
+    "parts of queries": Tile(32, 32, 32, 4, 1, query_parts=2),
+    "parts of both": Tile(16, 32, 32, 4, 1, query_parts=5, key_parts=2),
+}
+
+
 @interpreted
-@pytest.mark.parametrize("size", [Tile(32, 64, 64, 4, 2), Tile(64, 32, 32, 4, 1)], ids=["wide", "tall"])
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("name", CASES)
 def test_keeps_the_promise(name: str, size: Tile) -> None:
     shape, mask = CASES[name]

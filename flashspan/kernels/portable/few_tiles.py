@@ -43,20 +43,25 @@ def score_gradients(b_p, m_s, b_do, b_out, b_v):
     return tl.where(m_s, b_p * (tl.dot(b_do, tl.trans(b_v)) - b_delta[:, None]), 0.0)
 
 
-@triton.jit(do_not_specialize=["T", "S", "lo", "hi", "num_key_programs"])
+@triton.jit(do_not_specialize=["H", "K", "T", "S", "lo", "hi", "num_key_programs", "query_parts", "key_parts"])
 def gradients_kernel(
     dout, q, k, v, out, lse, dq, dk, dv, start, end,
     s_db, s_dh, s_dt, s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ob, s_oh, s_ot,
     s_dqb, s_dqh, s_dqt, s_dkb, s_dkh, s_dks, s_dvb, s_dvh, s_dvs,
-    s_rows, lo, hi, H, K, T, S, scale, sm_scale, num_key_programs,
+    s_rows, lo, hi, H, K, T, S, scale, sm_scale, num_key_programs, query_parts, key_parts,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
     """The first `num_key_programs` programs compute dk and dv of a block of keys, the others dq of a block of
-    queries."""
+    queries.
+
+    query_parts, key_parts: the programs of a block, each of which has a part of the tiles of queries, or of the keys.
+    Then dk and dv [B, K * query_parts, S, D] and dq [B, H * key_parts, T, D] are those of the parts.
+    """
     group = H // K
     o_r, o_n = tl.arange(0, BM), tl.arange(0, BN)
     if tl.program_id(0) < num_key_programs:
-        i_b, i_k, n0 = key_block(tl.program_id(0), K, S, BN)
+        i_part = tl.program_id(0) % query_parts
+        i_b, i_k, n0 = key_block(tl.program_id(0) // query_parts, K, S, BN)
         i_k = i_k.to(tl.int64)
         o_k = n0 + o_n
         # [BN, BD]
@@ -69,7 +74,8 @@ def gradients_kernel(
             begin = tl.maximum(n0 - hi, 0) // BM * BM
             stop = tl.minimum(tl.minimum(n0 + BN, S) - lo, T)
         num_tiles = tl.cdiv(tl.maximum(stop - begin, 0), BM)
-        for i in range(group * num_tiles):
+        share = tl.cdiv(group * num_tiles, query_parts)
+        for i in range(i_part * share, tl.minimum((i_part + 1) * share, group * num_tiles)):
             i_h = i_k * group + i // num_tiles
             m0 = begin + i % num_tiles * BM
             o_m = m0 + o_r
@@ -83,10 +89,13 @@ def gradients_kernel(
             b_dv = tl.dot(tl.trans(b_p.to(b_do.dtype)), b_do, b_dv)
             b_ds = score_gradients(b_p, m_s, b_do, b_out, b_v)
             b_dk = tl.dot(tl.trans(b_ds.to(b_q.dtype)), b_q, b_dk)
+        i_k = i_k * query_parts + i_part
         store_tile(dk + i_b * s_dkb + i_k * s_dkh, n0, o_n, s_dks, S, b_dk * sm_scale, D, BD, False)
         store_tile(dv + i_b * s_dvb + i_k * s_dvh, n0, o_n, s_dvs, S, b_dv, D, BD, False)
     else:
-        i_b, i_h, m0 = query_block(tl.program_id(0) - num_key_programs, H, T, BM)
+        i = tl.program_id(0) - num_key_programs
+        i_part = i % key_parts
+        i_b, i_h, m0 = query_block(i // key_parts, H, T, BM)
         i_k = i_h // group
         o_m = m0 + o_r
         b_start, b_end = interval(o_m, T, S, lo, hi, start + i_b * s_rows, end + i_b * s_rows, TABLE)
@@ -96,14 +105,48 @@ def gradients_kernel(
         b_out = load_tile(out + i_b * s_ob + i_h * s_oh, m0, o_r, s_ot, T, D, BD, True)
         b_lse = load_lse(lse + (i_b * H + i_h) * T, o_m, T, True)
         b_dq = tl.zeros([BM, BD], tl.float32)
-        for n0 in range(tl.min(b_start, 0) // BN * BN, tl.max(b_end, 0), BN):
+        first, last = tl.min(b_start, 0) // BN * BN, tl.max(b_end, 0)
+        share = tl.cdiv(tl.cdiv(tl.maximum(last - first, 0), key_parts), BN) * BN
+        first += i_part * share
+        for n0 in range(first, tl.minimum(first + share, last), BN):
             # [BN, BD]
             b_k = load_tile(k + i_b * s_kb + i_k * s_kh, n0, o_n, s_ks, S, D, BD, True)
             b_v = load_tile(v + i_b * s_vb + i_k * s_vh, n0, o_n, s_vs, S, D, BD, True)
             b_p, m_s = probabilities(b_q, b_k, b_lse, b_start, b_end, n0 + o_n, scale)
             b_ds = score_gradients(b_p, m_s, b_do, b_out, b_v)
             b_dq = tl.dot(b_ds.to(b_k.dtype), finite(b_k).to(b_k.dtype), b_dq)
+        i_h = i_h * key_parts + i_part
         store_tile(dq + i_b * s_dqb + i_h * s_dqh, m0, o_r, s_dqt, T, b_dq * sm_scale, D, BD, False)
+
+
+@triton.jit
+def add_block(parts, grad, i, s_b, s_h, s_row, heads, rows, num_parts, D: tl.constexpr, BD: tl.constexpr,
+              BLOCK: tl.constexpr):  # fmt: skip
+    """Add the parts of block i of the rows of a gradient, in a fixed order."""
+    i_b, i_h, row = key_block(i, heads, rows, BLOCK)
+    i_h = i_h.to(tl.int64)
+    o_r = tl.arange(0, BLOCK)
+    step = tl.cast(rows, tl.int64) * D
+    parts += (i_b * heads + i_h) * num_parts * step
+    b = tl.zeros([BLOCK, BD], tl.float32)
+    for i_part in range(num_parts):
+        b += load_tile(parts + i_part * step, row, o_r, D, rows, D, BD, True)
+    store_tile(grad + i_b * s_b + i_h * s_h, row, o_r, s_row, rows, b, D, BD, False)
+
+
+@triton.jit(do_not_specialize=["H", "K", "T", "S", "query_parts", "key_parts", "num_dq", "num_dk"])
+def add_gradients_kernel(
+    dq_parts, dk_parts, dv_parts, dq, dk, dv, s_dqb, s_dqh, s_dqt, s_dkb, s_dkh, s_dks, s_dvb, s_dvh, s_dvs,
+    H, K, T, S, query_parts, key_parts, num_dq, num_dk, D: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add the parts of a block of rows: of dq in the first num_dq programs, of dk in the next num_dk, else of dv."""
+    i = tl.program_id(0)
+    if i < num_dq:
+        add_block(dq_parts, dq, i, s_dqb, s_dqh, s_dqt, H, T, key_parts, D, BD, BLOCK)
+    elif i < num_dq + num_dk:
+        add_block(dk_parts, dk, i - num_dq, s_dkb, s_dkh, s_dks, K, S, query_parts, D, BD, BLOCK)
+    else:
+        add_block(dv_parts, dv, i - num_dq - num_dk, s_dvb, s_dvh, s_dvs, K, S, query_parts, D, BD, BLOCK)
 
 
 @dataclass(frozen=True)
@@ -209,7 +252,7 @@ def backward(inputs: Sequence[Tensor], grads: Sequence[Tensor], problem: Problem
     near, written = [[with_near_rows(x) for x in group] for group in ((dout, q, k, v, out), grads)]
     given = (*near[:4], lse.contiguous(), near[4], *written)
     with on(q.device):
-        replay(_backward_launches, given, problem.mask.to(q.device).packed, (), problem.scale, size)
+        replay(_backward_launches, given, problem.mask.to(q.device).packed, _parts(written, size), problem.scale, size)
     for grad, x in zip(grads, written, strict=True):
         if x is not grad:
             grad.copy_(x)
@@ -218,33 +261,62 @@ def backward(inputs: Sequence[Tensor], grads: Sequence[Tensor], problem: Problem
 def repeat_backward(inputs: Sequence[Tensor], problem: Problem, size: Tile) -> RepeatBackward | None:
     """See contract.py."""
     grads = [torch.empty_like(x, device="meta") for x in inputs[1:4]]
-    launches = recall(_backward_launches, (*inputs, *grads), problem.mask.packed, 0, problem.scale, size)
-    return repeated_backward(launches, inputs[1].device, lambda grads: ())
+    num_parts = len(_parts(grads, size))
+    launches = recall(_backward_launches, (*inputs, *grads), problem.mask.packed, num_parts, problem.scale, size)
+    return repeated_backward(launches, inputs[1].device, lambda grads: _parts(grads, size))
+
+
+def _parts(grads: Sequence[Tensor], size: Tile) -> tuple[Tensor, ...]:
+    """Room for the parts of dq, dk and dv, or the gradients themselves where there is one part; () if nowhere."""
+    counts = size.key_parts, size.query_parts, size.query_parts
+    if max(counts) == 1:
+        return ()
+    return tuple(
+        x if n == 1 else x.new_empty((x.shape[0], x.shape[1] * n, *x.shape[2:]), dtype=torch.float32)
+        for x, n in zip(grads, counts, strict=True)
+    )
 
 
 def _backward_launches(
     tensors: Sequence[Tensor], kind: str, numbers: tuple[int, ...], scale: float, size: Tile
 ) -> list[Launch]:
-    mask = unpack(kind, numbers, tensors[9:])
-    return [gradients_launch(tensors[:6], tensors[6:9], mask, scale, size)]
+    num_tables = len(tensors) - 9 - (3 if max(size.key_parts, size.query_parts) > 1 else 0)
+    inputs, grads, parts = tensors[:6], tensors[6:9], tensors[9 + num_tables :]
+    mask = unpack(kind, numbers, tensors[9 : 9 + num_tables])
+    launches = [gradients_launch(inputs, parts or grads, mask, scale, size)]
+    return [*launches, add_launch(parts, grads, size)] if parts else launches
 
 
 def gradients_launch(inputs: Sequence[Tensor], grads: Sequence[Tensor], mask: Mask, scale: float, size: Tile) -> Launch:
-    """The launch that computes the gradients of q, k and v from dout, q, k, v, lse and out."""
+    """The launch that computes the gradients of q, k and v, or their parts, from dout, q, k, v, lse and out."""
     dout, q, k, v, lse, out = inputs
     (B, H, T, D), (K, S) = q.shape, k.shape[1:3]
     table, start, end, _, _, s_rows, _, lo, hi, _ = mask_arguments(mask, T, S, q)
-    num_key_programs = triton.cdiv(S, size.block_k) * B * K
+    num_key_programs = triton.cdiv(S, size.block_k) * B * K * size.query_parts
     steps = strides(dout, q, k, v, out, *grads)
     return Launch(
         gradients_kernel,
-        (num_key_programs + triton.cdiv(T, size.block_q) * B * H,),
+        (num_key_programs + triton.cdiv(T, size.block_q) * B * H * size.key_parts,),
         (
             dout, q, k, v, out, lse, *grads, start, end, *steps, s_rows, lo, hi, H, K, T, S, scale * LOG2E, scale,
-            num_key_programs,
+            num_key_programs, size.query_parts, size.key_parts,
         ),
         {
             "D": D, "BD": block_dim(D), "BM": size.block_q, "BN": size.block_k, "TABLE": table,
             "num_warps": size.num_warps, "num_stages": size.num_stages,
         },
     )  # fmt: skip
+
+
+def add_launch(parts: Sequence[Tensor], grads: Sequence[Tensor], size: Tile) -> Launch:
+    """The launch that adds the parts of dq, dk and dv where there are several."""
+    (B, H, T, D), (K, S), wide = grads[0].shape, grads[1].shape[1:3], block_dim(grads[0].shape[-1])
+    block = max(8, 2048 // wide)
+    num_dq = triton.cdiv(T, block) * B * H if size.key_parts > 1 else 0
+    num_dk = triton.cdiv(S, block) * B * K if size.query_parts > 1 else 0
+    return Launch(
+        add_gradients_kernel,
+        (num_dq + 2 * num_dk,),
+        (*parts, *grads, *strides(*grads), H, K, T, S, size.query_parts, size.key_parts, num_dq, num_dk),
+        {"D": D, "BD": wide, "BLOCK": block, "num_warps": 4},
+    )

@@ -26,7 +26,9 @@ class Tile:
     num_stages: int
     slice: int = 256
     edge_slice: int = 256  # slice in the partial tiles of a block map
-    edge_stages: int = 1  # pipeline stages of edge tiles in passes over keys
+    edge_stages: int = 1  # pipeline stages of edge tiles in forward and in passes over keys
+    query_parts: int = 1  # programs of a block of keys, each with a part of the queries (few_tiles.py)
+    key_parts: int = 1  # programs of a block of queries, each with a part of the keys (few_tiles.py)
 
     def within(self, block: tuple[int, int]) -> Tile:
         """This tile, cut to a block of queries and keys."""
