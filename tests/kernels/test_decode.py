@@ -12,6 +12,7 @@ from flashspan.kernels.launch import triton_abi
 from flashspan.kernels.masks import EVERYTHING, Band, Mask, Rows
 from flashspan.kernels.masks.patterns import ragged
 from flashspan.kernels.portable import decode
+from flashspan.kernels.portable.tiles import Tile
 from tests.kernels.cases import Inputs, Shape, check_lse, make_inputs, relative, solve
 from tests.kernels.compiler import compile_apart
 
@@ -74,6 +75,20 @@ CASES: dict[str, tuple[Shape, Mask]] = {
 def test_keeps_the_promise(name: str) -> None:
     shape, mask = CASES[name]
     check(make_inputs(shape, seed=1), mask)
+
+
+@interpreted
+@pytest.mark.parametrize(("head_dim", "mask"), [(160, causal(9, 170)), (136, Band(20, 100)), (192, EVERYTHING)])
+def test_a_head_as_two_tiles(head_dim: int, mask: Mask) -> None:
+    """Heads of 129 to 192, as 128 columns and 64, in parts, with edge tiles of half the width."""
+    x = make_inputs(Shape(1, 2, 1, 9, 170, head_dim), seed=9)
+    part, part_lse = decode._parts(x.q, 3)
+    out, lse = torch.full_like(x.q, torch.nan), x.q.new_empty(x.q.shape[:3])
+    decode.split_launch(x.q, x.k, x.v, part, part_lse, mask, 0.1, Tile(32, 32, 16, 4, 2, slice=128))()
+    decode.combine_launch(part, part_lse, out, lse, False)()
+    right = promise.solve(x.q, x.k, x.v, x.dout, mask=mask, scale=0.1)
+    ratios = right.ratios(torch.float32, out=out, lse=lse)
+    assert max(ratios.values()) <= 1, ratios
 
 
 @interpreted
@@ -178,6 +193,7 @@ import json, sys, torch
 from flashspan.kernels.compile import compile_launch
 from flashspan.kernels.masks import Band
 from flashspan.kernels.portable import decode
+from flashspan.kernels.portable.tiles import Tile
 for num_queries, head_dim, dtype in json.loads(sys.argv[1]):
     q = torch.empty(1, 32, num_queries, head_dim, dtype=getattr(torch, dtype), device="meta")
     k, mask = q.new_empty(1, 8, 16384, head_dim), Band(None, 16384 - num_queries)

@@ -26,7 +26,7 @@ from flashspan.kernels.launch.launch import Launch, on
 from flashspan.kernels.launch.replay import recall, repeated_forward, replay
 from flashspan.kernels.masks import Band, Mask, Rows, count, unpack
 from flashspan.kernels.portable.arguments import LOG2E, empty_outputs, mask_arguments, with_near_rows
-from flashspan.kernels.portable.common import edge_tile, interval, tile_ranges
+from flashspan.kernels.portable.common import edge_tile, finite, interval, load_tile, tile_ranges
 from flashspan.kernels.portable.steps import finished, forward_step
 from flashspan.kernels.portable.tiles import (
     Tile,
@@ -64,17 +64,62 @@ SPLIT_FREE = [
 COMBINE_FREE = ["s_ob", "s_oh", "s_ot", "H", "T", "num_rows", "num_splits"]
 
 
+@triton.jit
+def load_columns(p, row, o_row, stride, num_rows, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
+                 CHECK: tl.constexpr):  # fmt: skip
+    """Columns FIRST to FIRST + WIDTH of rows row + o_row of a [*, D] matrix, 0 past D and past num_rows."""
+    return load_tile(p + FIRST, row, o_row, stride, num_rows, D - FIRST, WIDTH, CHECK)
+
+
+@triton.jit
+def two_tile_step(
+    b_acc, b_ax, b_m, b_l, b_q, b_x, k, v, n0, o_n, s_ks, s_vs, S, scale, b_start, b_end, D: tl.constexpr,
+    BD: tl.constexpr, BX: tl.constexpr, MASKED: tl.constexpr, NEGATIVE: tl.constexpr,
+):  # fmt: skip
+    """steps.forward_step for 16-bit heads of BD + BX columns, computed as two tiles: b_q and b_acc have the first BD
+    columns, b_x and b_ax the others."""
+    # [BM, BN]
+    b_s = tl.dot(b_q, tl.trans(load_tile(k, n0, o_n, s_ks, S, BD, BD, MASKED)))
+    b_s = tl.dot(b_x, tl.trans(load_columns(k, n0, o_n, s_ks, S, BD, BX, D, MASKED)), b_s)
+    if MASKED:
+        m_s = ((n0 + o_n)[None, :] >= b_start[:, None]) & ((n0 + o_n)[None, :] < b_end[:, None])
+        b_s = tl.where(m_s, b_s * scale, float("-inf"))
+        b_new = tl.maximum(b_m, tl.max(b_s, 1))
+        b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
+        b_p = tl.exp2(b_s - b_shift[:, None])
+        b_alpha = tl.exp2(b_m - b_shift)
+    else:
+        b_top = tl.min(b_s, 1) if NEGATIVE else tl.max(b_s, 1)
+        b_new = tl.maximum(b_m, b_top * scale)
+        b_p = tl.exp2(b_s * scale - b_new[:, None])
+        b_alpha = tl.exp2(b_m - b_new)
+    b_l = b_l * b_alpha + tl.sum(b_p, 1)
+    # [BN, BD], [BN, BX]
+    b_v = load_tile(v, n0, o_n, s_vs, S, BD, BD, MASKED)
+    b_vx = load_columns(v, n0, o_n, s_vs, S, BD, BX, D, MASKED)
+    b_acc, b_ax = b_acc * b_alpha[:, None], b_ax * b_alpha[:, None]
+    if MASKED:  # as in forward_step
+        b_taint = tl.sum(b_v.to(tl.float32) * 0.0, 1) + tl.sum(b_vx.to(tl.float32) * 0.0, 1)
+        b_taint = tl.sum(tl.where(m_s, b_taint[None, :], 0.0), 1)
+        b_acc, b_ax = b_acc + b_taint[:, None], b_ax + b_taint[:, None]
+        b_v, b_vx = finite(b_v).to(b_v.dtype), finite(b_vx).to(b_vx.dtype)
+    b_p = b_p.to(b_v.dtype)
+    return tl.dot(b_p, b_v, b_acc), tl.dot(b_p, b_vx, b_ax), b_new, b_l
+
+
 @triton.jit(do_not_specialize=SPLIT_FREE)
 def split_kernel(
     q, k, v, part, part_lse, start, end,
     s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ps, s_pb, s_ph, s_pt, s_rows,
     B, H, K, T, S, num_blocks, num_splits, lo, hi, scale,
-    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TABLE: tl.constexpr, ONE: tl.constexpr,
-    NEGATIVE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, BX: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
+    TABLE: tl.constexpr, ONE: tl.constexpr, NEGATIVE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Attention of BM rows of a key head over one part of their keys. ONE: there is one query, so all rows see the same
-    keys. EARLY: this kernel may start before the previous kernel has ended, and the next kernel before this one has
-    ended (programmatic dependent launch). Each waits for the previous kernel before it reads anything."""
+    """Attention of BM rows of a key head over one part of their keys. BX: the columns of a head beyond BD, if it is
+    computed as two tiles. ONE: there is one query, so all rows see the same keys. EARLY: this kernel may start before
+    the previous kernel has ended, and the next kernel before this one has ended (programmatic dependent launch). Each
+    waits for the previous kernel before it reads anything."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -108,30 +153,52 @@ def split_kernel(
     b_acc = tl.zeros([BM, BD], tl.float32)
     b_m = tl.full([BM], float("-inf"), tl.float32)
     b_l = tl.zeros([BM], tl.float32)
-    o_n = tl.arange(0, BN)
-    if ONE:
+    o_n, o_e = tl.arange(0, BN), tl.arange(0, BE)
+    if BX:
+        o_x = BD + tl.arange(0, BX)
+        m_x = m_row[:, None] & (o_x < D)[None, :]
+        # [BM, BX]
+        p_x = q + (i_b * s_qb + o_h * s_qh + o_t.to(tl.int64) * s_qt)[:, None] * UNIT + o_x[None, :]
+        b_x = tl.load(p_x, mask=m_x, other=0.0)
+        b_ax = tl.zeros([BM, BX], tl.float32)
+        edge, num_before, full, full_end, num_after = tile_ranges(b_start, b_end, m_row, S, True, BN, BE)
+        for n0 in range(full, full_end, BN):
+            b_acc, b_ax, b_m, b_l = two_tile_step(
+                b_acc, b_ax, b_m, b_l, b_q, b_x, k, v, n0, o_n, s_ks, s_vs, S, scale, b_start, b_end, D, BD, BX, False,
+                NEGATIVE,
+            )  # fmt: skip
+        for i_tile in tl.range(0, num_before + num_after, num_stages=1):
+            n0 = edge_tile(i_tile, edge, num_before, full_end, BE)
+            b_acc, b_ax, b_m, b_l = two_tile_step(
+                b_acc, b_ax, b_m, b_l, b_q, b_x, k, v, n0, o_e, s_ks, s_vs, S, scale, b_start, b_end, D, BD, BX, True,
+                NEGATIVE,
+            )  # fmt: skip
+    elif ONE:
         for n0 in range(begin, stop, BN):
             b_acc, b_m, b_l = forward_step(
                 b_acc, b_m, b_l, b_q, q, 0, o_r, 0, T, k, v, n0, o_n, s_ks, s_vs, stop, scale, b_start, b_end, 0, 0, q,
                 0, 1.0, D, BD, BD, True, False, False, False, NEGATIVE, PRECISION, True,
             )  # fmt: skip
     else:
-        edge, num_before, full, full_end, num_after = tile_ranges(b_start, b_end, m_row, S, True, BN, BN)
+        edge, num_before, full, full_end, num_after = tile_ranges(b_start, b_end, m_row, S, True, BN, BE)
         for n0 in range(full, full_end, BN):
             b_acc, b_m, b_l = forward_step(
                 b_acc, b_m, b_l, b_q, q, 0, o_r, 0, T, k, v, n0, o_n, s_ks, s_vs, S, scale, b_start, b_end, 0, 0, q,
                 0, 1.0, D, BD, BD, False, False, False, False, NEGATIVE, PRECISION,
             )  # fmt: skip
         for i_tile in tl.range(0, num_before + num_after, num_stages=1):
-            n0 = edge_tile(i_tile, edge, num_before, full_end, BN)
+            n0 = edge_tile(i_tile, edge, num_before, full_end, BE)
             b_acc, b_m, b_l = forward_step(
-                b_acc, b_m, b_l, b_q, q, 0, o_r, 0, T, k, v, n0, o_n, s_ks, s_vs, S, scale, b_start, b_end, 0, 0, q,
+                b_acc, b_m, b_l, b_q, q, 0, o_r, 0, T, k, v, n0, o_e, s_ks, s_vs, S, scale, b_start, b_end, 0, 0, q,
                 0, 1.0, D, BD, BD, True, False, False, False, NEGATIVE, PRECISION,
             )  # fmt: skip
 
     b_out, b_lse = finished(b_acc, b_m, b_l)
-    p_part = part + (i_s * s_ps + i_b * s_pb + o_h * s_ph + o_t.to(tl.int64) * s_pt)[:, None] * UNIT + o_d[None, :]
-    tl.store(p_part, b_out.to(part.dtype.element_ty), mask=m_tile)
+    p_rows = part + (i_s * s_ps + i_b * s_pb + o_h * s_ph + o_t.to(tl.int64) * s_pt)[:, None] * UNIT
+    tl.store(p_rows + o_d[None, :], b_out.to(part.dtype.element_ty), mask=m_tile)
+    if BX:
+        b_out, _ = finished(b_ax, b_m, b_l)
+        tl.store(p_rows + o_x[None, :], b_out.to(part.dtype.element_ty), mask=m_x)
     tl.store(part_lse + ((i_s * B + i_b) * H + o_h) * T + o_t, b_lse, mask=m_row)
 
 
@@ -260,11 +327,20 @@ def _launches(
     return launches
 
 
-def split_launch(q: Tensor, k: Tensor, v: Tensor, part: Tensor, part_lse: Tensor, mask: Mask, scale: float) -> Launch:
+def split_launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    part: Tensor,
+    part_lse: Tensor,
+    mask: Mask,
+    scale: float,
+    size: Tile | None = None,
+) -> Launch:
     """The launch that computes part [num_splits, B, H, T, D] and part_lse [num_splits, B, H, T], or, without the first
-    dimension, the output itself."""
+    dimension, the output itself. size: the tile sizes, by default those for this number of rows."""
     (B, H, T, D), (K, S) = q.shape, k.shape[1:3]
-    size = few_tile(T * (H // K), D, q.element_size(), q.device)
+    size = size or few_tile(T * (H // K), D, q.element_size(), q.device)
     num_splits = 1 if part.dim() == 4 else len(part)
     num_blocks = triton.cdiv(T * (H // K), size.block_q)
     table, start, end, _, _, rows_stride, _, lo, hi, _ = mask_arguments(mask, T, S, q)
@@ -275,6 +351,7 @@ def split_launch(q: Tensor, k: Tensor, v: Tensor, part: Tensor, part_lse: Tensor
         for length, step in zip(x.shape[:-1], x.stride()[:-1], strict=True)
     ]
     early = starts_early(q.device)
+    wide, more = (128, 64) if size.slice == 128 else (block_dim(D), 0)
     unit = UNIT if all(step % UNIT == 0 for step in steps) else 1
     return Launch(
         split_kernel,
@@ -284,8 +361,8 @@ def split_launch(q: Tensor, k: Tensor, v: Tensor, part: Tensor, part_lse: Tensor
             B, H, K, T, S, num_blocks, num_splits, lo, hi, scale * LOG2E,
         ),
         {
-            "D": D, "BD": block_dim(D), "BM": size.block_q, "BN": size.block_k, "TABLE": table, "ONE": T == 1,
-            "NEGATIVE": scale < 0, "UNIT": unit, "PRECISION": precision(q.device), "EARLY": early,
+            "D": D, "BD": wide, "BX": more, "BM": size.block_q, "BN": size.block_k, "BE": size.edge, "TABLE": table,
+            "ONE": T == 1, "NEGATIVE": scale < 0, "UNIT": unit, "PRECISION": precision(q.device), "EARLY": early,
             "num_warps": size.num_warps, "num_stages": size.num_stages, **early_launch(early),
         },
     )  # fmt: skip
