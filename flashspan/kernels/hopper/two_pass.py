@@ -64,15 +64,15 @@ def two_pass_launches(given: BackwardInputs) -> list[Launch]:
             ),
             {**constants, "ACCUMULATE": accumulate and key_heads == K, "SPLIT_HEADS": key_heads > K},
         )  # fmt: skip
-    num_blocks = triton.cdiv(T, 128)
+    num_blocks, num_parts = triton.cdiv(T, 128), dq.shape[1] // H
     section = key_heads_for_queries(q, k, num_blocks)
     by_queries = Launch(
         queries_kernel,
-        (num_blocks * B * H,),
+        (num_blocks * B * H * num_parts,),
         (
             *by_query, *by_key, to_dq, minus_lse, minus_delta, start, end, s_rows, H, H // K, T, S, rows, lo, hi,
-            scale * LOG2E, scale, section * (H // K),
+            scale * LOG2E, scale, section * (H // K), num_parts,
         ),
-        constants,
+        {**constants, "ACCUMULATE": accumulate and num_parts == 1},
     )  # fmt: skip
     return [by_keys, by_queries]
