@@ -28,6 +28,7 @@ from flashspan.attention_operator import (
     differentiated,
     forward,
     pack_problem,
+    record_repeated,
     refuse_transforms,
 )
 from flashspan.call_cache import Prepared, call_key, is_eager, keep_call, kept_call
@@ -156,7 +157,9 @@ def attention(
             out, lse, _ = attend(q, k, v, *pack_problem(call.problem), call.backend)
             return (out, lse) if return_lse else out
         refuse_transforms()
-    run = EagerAttention.apply if differentiated(q, k, v) else forward
+    run = forward
+    if differentiated(q, k, v):
+        run = record_repeated if kept else EagerAttention.apply
     out, lse = run(q, k, v, call)
     if key is not None and not kept:
         keep_call(key, call, q, k, v, mask)

@@ -21,7 +21,7 @@ from flashspan.kernels.backends import Chosen
 from flashspan.kernels.contract import Problem
 from flashspan.kernels.delta import kept_dtype, row_delta
 from flashspan.kernels.dropout import Dropout
-from flashspan.kernels.torch_private import has_tangents, is_batched, is_transformed
+from flashspan.kernels.torch_private import apply_eagerly, has_tangents, is_batched, is_transformed
 
 MAX_LAYOUTS = 8
 """A cached call stores its backward launches for at most this many layouts of dout and saved tensors."""
@@ -256,6 +256,10 @@ class EagerAttention(torch.autograd.Function):
         return (*grads, None)
 
     jvp = staticmethod(refuse_forward_derivative)
+
+
+record_repeated = apply_eagerly(EagerAttention)
+"""`EagerAttention.apply` for a cached call: those are outside the transforms of torch.func."""
 
 
 def differentiated(q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -86,11 +86,12 @@ def call_key(
         return None
     if mask is not None and (causal or window is not None or isinstance(mask, Tensor)):
         return None
-    steps = q.stride(), k.stride(), v.stride()
-    if not all(step and step[-1] == 1 for step in steps):  # attention copies such tensors first
+    q_steps, k_steps, v_steps = q.stride(), k.stride(), v.stride()
+    if not q_steps[-1:] == k_steps[-1:] == v_steps[-1:] == (1,):  # attention copies such tensors first
         return None
     return (
-        "attention", q.shape, k.shape, v.shape, *steps, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+        "attention", q.shape, k.shape, v.shape, q_steps, k_steps, v_steps, q.dtype, k.dtype, v.dtype,
+        q.get_device(), k.get_device(), v.get_device(),
         causal, window, mask if isinstance(mask, Band) else id(mask), scale, backend, bool(deterministic),
         torch.are_deterministic_algorithms_enabled(),
         q.dtype == torch.float32 and torch.get_float32_matmul_precision(),

@@ -64,3 +64,28 @@ def test_the_operators_of_cpus_take_and_give_what_they_did(causal: bool) -> None
     torch.testing.assert_close(lse, scores.logsumexp(-1))
     for one, other in zip(grads, torch.autograd.grad(want, leaves, dout), strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_a_function_applied_eagerly_is_the_function() -> None:
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x: Tensor, y: Tensor, factor: float) -> Tensor:
+            ctx.save_for_backward(x, y)
+            ctx.factor = factor
+            return x * y * factor
+
+        @staticmethod
+        def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+            x, y = ctx.saved_tensors
+            return gradient * y * ctx.factor, gradient * x * ctx.factor, None
+
+    x, y, dout = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
+    x.requires_grad_()
+    y.requires_grad_()
+    results = []
+    for apply in (Product.apply, torch_private.apply_eagerly(Product)):
+        out = apply(x, y, 0.3)
+        results.append((out, *torch.autograd.grad(out, (x, y), dout)))
+    assert all(map(torch.equal, *results))
+    with torch.no_grad():
+        assert not torch_private.apply_eagerly(Product)(x, y, 0.3).requires_grad

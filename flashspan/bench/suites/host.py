@@ -23,7 +23,6 @@ from torch import Tensor
 from flashspan import attention, context_parallel, masks
 from flashspan.bench.measure.clock import check_repeats, default_device
 
-
 SHAPES = ((1, 2, 2, 128, 128), (1, 32, 8, 1024, 128))
 """Batch, heads, key heads, tokens, head size."""
 

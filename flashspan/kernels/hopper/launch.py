@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 
 from flashspan.kernels import portable
-from flashspan.kernels.contract import Carry, Grads, Problem, Repeat, RepeatBackward
+from flashspan.kernels.contract import Carry, Problem, Repeat, RepeatBackward
 from flashspan.kernels.delta import row_delta
 from flashspan.kernels.hopper.float16_values import empty_float16, float16_launch, is_faster
 from flashspan.kernels.hopper.forward import forward_kernel
@@ -34,7 +34,7 @@ from flashspan.kernels.hopper.tensors import (
 from flashspan.kernels.hopper.tiles import BACKWARD, forward_tile, warps
 from flashspan.kernels.hopper.two_pass import two_pass_launches
 from flashspan.kernels.launch.launch import Launch, on
-from flashspan.kernels.launch.replay import recall, repeated_backward, repeated_forward, replay
+from flashspan.kernels.launch.replay import Room, recall, repeated_backward, repeated_forward, replay
 from flashspan.kernels.masks import Band, Blocks, Mask, Rows, unpack
 from flashspan.kernels.portable import decode, few_tiles
 from flashspan.kernels.portable.arguments import LOG2E, empty_outputs, mask_arguments
@@ -59,16 +59,15 @@ def forward(
         return portable.forward(q, k, v, problem, carry=carry, out_dtype=out_dtype)
     if carry is None and (size := few_tiles.forward_tile(q, k, mask)) is not None:
         return few_tiles.forward(q, k, v, problem, size, out_dtype)
-    B, H, T, _ = q.shape
     if carry is None:
         out, lse = empty_outputs(q, out_dtype)
     else:
         out, lse = aligned(carry.out), carry.lse.float().contiguous()
-    bad = lse.new_empty((B, H, -(-T // 64)), dtype=torch.int32)
+    bad = _empty_flags(q)
     tables = mask.to(q.device).packed
     with on(q.device):
         fine = (empty_float16(v),) if is_faster(q, k, mask) else ()
-        made = (out, lse, bad, new_counter(q.device), *fine)
+        made = (out, lse, bad, *fine, new_counter(q.device))
         steps = None if carry is None else out.stride()  # a carry may have any strides
         done = replay(_forward_launches, (q, k, v), tables, made, scale, steps, out.dtype, bool(fine))
     if done:
@@ -88,13 +87,16 @@ def repeat_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, out_dtype:
         return few_tiles.repeat_forward(q, k, v, problem, size, out_dtype)
     in_float16 = is_faster(q, k, mask)
     launches = recall(_forward_launches, (q, k, v), mask.packed, 4 + in_float16, scale, None, out_dtype, in_float16)
-    device, (B, H, T, _) = q.device, q.shape
+    like_q, like_v = q.to("meta"), v.to("meta")
+    outputs = empty_outputs(like_q, out_dtype)
+    temporary = [_empty_flags(like_q), *([empty_float16(like_v)] if in_float16 else [])]
+    return repeated_forward(launches, q.device, outputs, Room.of(temporary, counter=new_counter))
 
-    def room(q: Tensor, v: Tensor) -> list[Tensor]:
-        bad = q.new_empty((B, H, -(-T // 64)), dtype=torch.int32)
-        return [*empty_outputs(q, out_dtype), bad, new_counter(device), *([empty_float16(v)] if in_float16 else [])]
 
-    return repeated_forward(launches, device, room)
+def _empty_flags(q: Tensor) -> Tensor:
+    """An uninitialised flag for each 64 queries of a head: whether they must be repaired."""
+    B, H, T, _ = q.shape
+    return q.new_empty((B, H, -(-T // 64)), dtype=torch.int32)
 
 
 def _forward_launches(
@@ -108,8 +110,9 @@ def _forward_launches(
 ) -> list[Launch] | None:
     """The launches of forward: the conversion of V to float16 if `in_float16`; the kernel; and, if the kernel may mark
     rows that do not see a NaN as bad, the portable kernel for the marked groups. None if a tensor is not aligned."""
-    given, fine = (tensors[:-1], tensors[-1:]) if in_float16 else (tensors, ())
-    q, k, v, *tables, out, lse, bad, counter = given
+    *given, counter = tensors
+    fine = [given.pop()] if in_float16 else []
+    q, k, v, *tables, out, lse, bad = given
     if not all(is_aligned(x) for x in (q, k, v)):
         return None
     mask, carry = unpack(kind, numbers, tables), carry_steps is not None
@@ -245,25 +248,15 @@ def repeat_backward(
         return few_tiles.repeat_backward((dout, q, k, v, lse, out), problem, size)
     if not _serves_backward(q, k, problem):
         return None
-    device, two_passes = q.device, problem.deterministic or block_dim(q.shape[-1]) not in BACKWARD
+    two_passes = problem.deterministic or block_dim(q.shape[-1]) not in BACKWARD
     grads = [torch.empty_like(x, device="meta") for x in (q, k, v)]
     values = (problem.scale, False, two_passes, True)
     launches = recall(_backward_launches, (dout, q, k, v, lse, out, *grads), problem.mask.packed, 7, *values)
     if launches is None:
         return None
     parts = count_key_parts(q, k, problem.mask, False, not two_passes)  # for this GPU: meta tensors stand for an H200
-    *room, _ = _backward_tensors(q.to("meta"), k.to("meta"), parts, False, two_passes, *grads)
-    # Each temporary tensor is a gradient, described by its index, or a new tensor, described by its shape and dtype.
-    found = [next((i for i, grad in enumerate(grads) if x is grad), None) for x in room]
-    pieces = [(i, x.shape, x.dtype) for i, x in zip(found, room, strict=True)]
-
-    def made(grads: Grads) -> list[Tensor]:
-        temporary = [
-            torch.empty(shape, dtype=dtype, device=device) if i is None else grads[i] for i, shape, dtype in pieces
-        ]
-        return [*temporary, new_counter(device)]
-
-    return repeated_backward(launches, device, made)
+    *temporary, _ = _backward_tensors(q.to("meta"), k.to("meta"), parts, False, two_passes, *grads)
+    return repeated_backward(launches, q.device, Room.of(temporary, grads, new_counter))
 
 
 def backward_of_output(

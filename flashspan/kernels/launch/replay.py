@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,48 +68,96 @@ def recall(
     return CACHE.get(_key(build, inputs, tables, [0] * (len(inputs) + num_outputs), values))
 
 
-def launch_all(
-    launches: list[PreparedLaunch], inputs: Sequence[Tensor], tables: Packed, outputs: Sequence[Tensor]
-) -> None:
-    """Run the launches from `recall` on other tensors."""
-    addresses = [*[x.data_ptr() for x in inputs], *tables.addresses, *[x.data_ptr() for x in outputs]]
-    _launch_at(launches, addresses, inputs[0].device)
+ALIGNMENT = 256
+"""Temporary tensors begin at multiples of this many bytes."""
+
+
+class Room(NamedTuple):
+    """The temporary tensors of a repeated pass: parts of one allocation, since launches need only their addresses."""
+
+    places: list[tuple[int | None, int]]
+    """For each tensor, the number of the result that takes its place, or None and its offset in bytes."""
+    num_bytes: int
+    counter: Callable[[torch.device], Tensor] | None
+    """Returns the counters of the launches, which follow the temporary tensors."""
+
+    @classmethod
+    def of(
+        cls,
+        temporary: Sequence[Tensor],
+        results: Sequence[Tensor] = (),
+        counter: Callable[[torch.device], Tensor] | None = None,
+    ) -> Room:
+        """The room for tensors like these, which may be meta tensors, and of which some may be results."""
+        places: list[tuple[int | None, int]] = []
+        num_bytes = 0
+        for x in temporary:
+            same = next((i for i, result in enumerate(results) if result is x), None)
+            places.append((same, num_bytes))
+            if same is None:
+                num_bytes += -(-x.untyped_storage().nbytes() // ALIGNMENT) * ALIGNMENT
+        return cls(places, num_bytes, counter)
+
+    def allocate(self, results: Sequence[int], device: torch.device) -> tuple[list[int], list[Tensor]]:
+        """The addresses of the temporary tensors, given those of the results; and the memory, which must exist until
+        the launches are queued."""
+        held, start = [], 0
+        if self.num_bytes:
+            held.append(torch.empty(self.num_bytes, dtype=torch.uint8, device=device))
+            start = held[0].data_ptr()
+        addresses = [start + offset if same is None else results[same] for same, offset in self.places]
+        if self.counter is not None:
+            held.append(self.counter(device))
+            addresses.append(held[-1].data_ptr())
+        return addresses, held
 
 
 def repeated_forward(
-    launches: list[PreparedLaunch] | None, device: torch.device, room: Callable[[Tensor, Tensor], Sequence[Tensor]]
+    launches: list[PreparedLaunch] | None, device: torch.device, outputs: Sequence[Tensor], room: Room
 ) -> Repeat | None:
-    """A forward pass that repeats the launches from `recall`; None if there are none. `room(q, v)` returns
-    uninitialised out and lse, then temporary tensors."""
+    """A forward pass that repeats the launches from `recall`; None if there are none. `outputs` are meta tensors with
+    the layouts of out and lse."""
     if launches is None:
         return None
+    # `empty_like` of a meta tensor would take 25 us.
+    (out_shape, out_steps, out_dtype), (lse_shape, lse_steps, lse_dtype) = [
+        (x.shape, x.stride(), x.dtype) for x in outputs
+    ]
+    empty = torch.empty_strided
 
     def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Carry | None:
-        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 or triton_abi.is_watched():
+        at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        if (at_q | at_k | at_v) & 15 or triton_abi.is_watched():
             return None
         with on(device):
-            outputs = room(q, v)
-            launch_all(launches, (q, k, v), mask.packed, outputs)
-        return Carry(outputs[0], outputs[1])
+            out = empty(out_shape, out_steps, dtype=out_dtype, device=device)
+            lse = empty(lse_shape, lse_steps, dtype=lse_dtype, device=device)
+            results = out.data_ptr(), lse.data_ptr()
+            temporary, held = room.allocate(results, device)
+            _launch_at(launches, [at_q, at_k, at_v, *mask.packed.addresses, *results, *temporary], device)
+            del held
+        return Carry(out, lse)
 
     return forward
 
 
-def repeated_backward(
-    launches: list[PreparedLaunch] | None, device: torch.device, room: Callable[[Grads], Sequence[Tensor]]
-) -> RepeatBackward | None:
-    """`repeated_forward` for a backward pass. `room(grads)` returns the tensors that follow the gradients."""
+def repeated_backward(launches: list[PreparedLaunch] | None, device: torch.device, room: Room) -> RepeatBackward | None:
+    """`repeated_forward` for a backward pass."""
     if launches is None:
         return None
 
     def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask) -> Grads | None:
-        tensors = dout, q, k, v, lse, out  # in the order of the launches' builders
-        if any(x.data_ptr() & 15 for x in tensors) or triton_abi.is_watched():
+        # in the order of the launches' builders
+        inputs = [dout.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), lse.data_ptr(), out.data_ptr()]
+        if (inputs[0] | inputs[1] | inputs[2] | inputs[3] | inputs[4] | inputs[5]) & 15 or triton_abi.is_watched():
             return None
-        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         with on(device):
-            launch_all(launches, (*tensors, *grads), mask.packed, room(grads))
-        return grads
+            results = dq.data_ptr(), dk.data_ptr(), dv.data_ptr()
+            temporary, held = room.allocate(results, device)
+            _launch_at(launches, [*inputs, *results, *mask.packed.addresses, *temporary], device)
+            del held
+        return dq, dk, dv
 
     return backward
 

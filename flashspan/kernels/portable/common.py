@@ -248,3 +248,15 @@ def dropout_word(word, o, p_positions, num, POSITIONS: tl.constexpr):
     if POSITIONS:
         o = tl.load(p_positions + o, mask=o < num, other=0)
     return mix(word + o.to(tl.uint32))
+
+
+@triton.jit
+def prefetch_rows(p, o, stride, D: tl.constexpr):
+    """Bring rows o of a tensor into the L2 cache. p points to its first row."""
+    LINE: tl.constexpr = 1024 // p.dtype.element_ty.primitive_bitwidth
+    LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(D, LINE))
+    o_line = tl.minimum(tl.arange(0, LINES) * LINE, D - 1)
+    p_lines = (p + o.to(tl.int64)[:, None] * stride + o_line[None, :]).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [p_lines], dtype=tl.int32, is_pure=False, pack=1
+    )

@@ -23,10 +23,10 @@ from flashspan.kernels.contract import Carry, Problem, Repeat
 from flashspan.kernels.dropout import Dropout
 from flashspan.kernels.failure import KernelFailed
 from flashspan.kernels.launch.launch import Launch, on
-from flashspan.kernels.launch.replay import recall, repeated_forward, replay
+from flashspan.kernels.launch.replay import Room, recall, repeated_forward, replay
 from flashspan.kernels.masks import Band, Mask, Rows, count, unpack
 from flashspan.kernels.portable.arguments import LOG2E, empty_outputs, mask_arguments, with_near_rows
-from flashspan.kernels.portable.common import edge_tile, finite, interval, load_tile, tile_ranges
+from flashspan.kernels.portable.common import edge_tile, finite, interval, load_tile, prefetch_rows, tile_ranges
 from flashspan.kernels.portable.steps import finished, forward_step
 from flashspan.kernels.portable.tiles import (
     Tile,
@@ -49,6 +49,9 @@ rows, only one fits."""
 MANY_KEYS = 768
 """They are also used for calls whose queries see this many keys on average and whose blocks of rows would occupy at
 most a third of the multiprocessors."""
+
+AHEAD = 1
+"""Number of tiles of keys and values that a program brings into the L2 cache before the previous kernel has ended."""
 
 FAILED: list[str] = []
 """The reasons why these kernels failed to compile on this machine. If it is not empty, they are not tried again."""
@@ -107,6 +110,22 @@ def two_tile_step(
     return tl.dot(b_p, b_v, b_acc), tl.dot(b_p, b_vx, b_ax), b_new, b_l
 
 
+@triton.jit
+def part_of_keys(
+    o_t, T, S, lo, hi, start, end, i_s, num_splits, BN: tl.constexpr, TABLE: tl.constexpr, ONE: tl.constexpr
+):
+    """Return which keys of part i_s each row sees, and the first and last key of the part."""
+    b_start, b_end = interval(o_t, T, S, lo, hi, start, end, TABLE)
+    first = tl.min(tl.where(b_start < b_end, b_start, S), 0)
+    if not ONE:
+        first = first // BN * BN
+    last = tl.max(tl.where(b_start < b_end, b_end, 0), 0)
+    share = tl.cdiv(tl.cdiv(tl.maximum(last - first, 0), num_splits), BN) * BN
+    begin = first + i_s.to(tl.int32) * share
+    stop = tl.minimum(begin + share, last)
+    return tl.maximum(b_start, begin), tl.minimum(b_end, stop), begin, stop
+
+
 @triton.jit(do_not_specialize=SPLIT_FREE)
 def split_kernel(
     q, k, v, part, part_lse, start, end,
@@ -114,15 +133,14 @@ def split_kernel(
     B, H, K, T, S, num_blocks, num_splits, lo, hi, scale,
     D: tl.constexpr, BD: tl.constexpr, BX: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
     TABLE: tl.constexpr, ONE: tl.constexpr, NEGATIVE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
-    EARLY: tl.constexpr,
+    EARLY: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Attention of BM rows of a key head over one part of their keys. BX: the columns of a head beyond BD, if it is
     computed as two tiles. ONE: there is one query, so all rows see the same keys. EARLY: this kernel may start before
     the previous kernel has ended, and the next kernel before this one has ended (programmatic dependent launch). Each
-    waits for the previous kernel before it reads anything."""
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
+    waits for the previous kernel before it reads anything. Before it waits, this kernel brings AHEAD tiles of keys and
+    values into the L2 cache. Then the previous kernel may still write to them, and to `start` and `end`, which only
+    move the tiles that are brought."""
     i = tl.program_id(0)
     i_m, i = i % num_blocks, i // num_blocks  # blocks of rows that share keys run side by side
     i_s, i = (i % num_splits).to(tl.int64), i // num_splits
@@ -134,19 +152,22 @@ def split_kernel(
     m_row = o_t < T
     m_tile = m_row[:, None] & (o_d < D)[None, :]
 
-    b_start, b_end = interval(o_t, T, S, lo, hi, start + i_b * s_rows, end + i_b * s_rows, TABLE)
-    first = tl.min(tl.where(b_start < b_end, b_start, S), 0)
-    if not ONE:
-        first = first // BN * BN
-    last = tl.max(tl.where(b_start < b_end, b_end, 0), 0)
-    share = tl.cdiv(tl.cdiv(tl.maximum(last - first, 0), num_splits), BN) * BN
-    begin = first + i_s.to(tl.int32) * share
-    stop = tl.minimum(begin + share, last)
-    b_start, b_end = tl.maximum(b_start, begin), tl.minimum(b_end, stop)
-
     k += (i_b * s_kb + i_k * s_kh) * UNIT
     v += (i_b * s_vb + i_k * s_vh) * UNIT
     s_ks, s_vs = s_ks * UNIT, s_vs * UNIT
+    start += i_b * s_rows
+    end += i_b * s_rows
+    if EARLY:
+        gdc_launch_dependents()
+        if AHEAD:
+            _, _, begin, stop = part_of_keys(o_t, T, S, lo, hi, start, end, i_s, num_splits, BN, TABLE, ONE)
+            for n0 in tl.static_range(0, AHEAD * BN, BN):
+                o_k = tl.maximum(tl.minimum(begin + n0 + tl.arange(0, BN), tl.minimum(stop, S) - 1), 0)
+                prefetch_rows(k, o_k, s_ks, D)
+                prefetch_rows(v, o_k, s_vs, D)
+        gdc_wait()
+    b_start, b_end, begin, stop = part_of_keys(o_t, T, S, lo, hi, start, end, i_s, num_splits, BN, TABLE, ONE)
+
     # [BM, BD]
     p_q = q + (i_b * s_qb + o_h * s_qh + o_t.to(tl.int64) * s_qt)[:, None] * UNIT + o_d[None, :]
     b_q = tl.load(p_q, mask=m_tile, other=0.0)
@@ -226,8 +247,8 @@ def combine_kernel(
     for s0 in range(0, num_splits, BS):
         row = (s0 + o_s).to(tl.int64) * num_rows + i
         b_lse = tl.load(part_lse + row, mask=s0 + o_s < num_splits, other=float("-inf"))
-        # [BS, BD]
-        m_part = (b_lse != float("-inf"))[:, None] & (o_d < D)[None, :]
+        # [BS, BD]. A part without keys is 0: its load need not wait for its lse.
+        m_part = (s0 + o_s < num_splits)[:, None] & (o_d < D)[None, :]
         b_part = tl.load(part + row[:, None] * D + o_d[None, :], mask=m_part, other=0.0)
         new = tl.maximum(m, tl.max(b_lse, 0))
         shift = tl.where(new == float("-inf"), 0.0, new)
@@ -292,7 +313,8 @@ def repeat_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, out_dtype:
     num_splits, device = count_splits(q, k, problem.mask), q.device
     values = (problem.scale, None, out_dtype, num_splits, precision(device))
     launches = recall(_launches, (q, k, v), problem.mask.packed, 4, *values)
-    return repeated_forward(launches, device, lambda q, v: _room(q, out_dtype, num_splits))
+    out, lse, *parts = _room(q.to("meta"), out_dtype, num_splits)
+    return repeated_forward(launches, device, (out, lse), Room.of(parts, (out, lse)))
 
 
 def _room(q: Tensor, out_dtype: torch.dtype, num_splits: int) -> list[Tensor]:
@@ -363,6 +385,7 @@ def split_launch(
         {
             "D": D, "BD": wide, "BX": more, "BM": size.block_q, "BN": size.block_k, "BE": size.edge, "TABLE": table,
             "ONE": T == 1, "NEGATIVE": scale < 0, "UNIT": unit, "PRECISION": precision(q.device), "EARLY": early,
+            "AHEAD": AHEAD,
             "num_warps": size.num_warps, "num_stages": size.num_stages, **early_launch(early),
         },
     )  # fmt: skip
@@ -373,11 +396,12 @@ def combine_launch(part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor, car
     num_splits, (_, H, T, D) = len(part), out.shape
     few, early = num_splits <= 8, starts_early(out.device)
     options = {"num_warps": 1 if few else 4, **early_launch(early)}
+    block = 8 if few else 64 if num_splits > 32 and block_dim(D) <= 128 else 32
     return Launch(
         combine_kernel,
         (lse.numel(),),
         (part, part_lse, out, lse, *out.stride()[:3], H, T, lse.numel(), num_splits),
-        {"D": D, "BD": block_dim(D), "BS": 8 if few else 32, "CARRY": carry, "EARLY": early, **options},
+        {"D": D, "BD": block_dim(D), "BS": block, "CARRY": carry, "EARLY": early, **options},
     )
 
 

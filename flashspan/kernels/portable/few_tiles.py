@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flashspan.kernels.contract import Carry, Problem, Repeat, RepeatBackward
 from flashspan.kernels.launch.launch import Launch, on
-from flashspan.kernels.launch.replay import recall, repeated_backward, repeated_forward, replay
+from flashspan.kernels.launch.replay import Room, recall, repeated_backward, repeated_forward, replay
 from flashspan.kernels.masks import Band, Mask, Rows, count, unpack
 from flashspan.kernels.portable.arguments import LOG2E, empty_outputs, mask_arguments, strides, with_near_rows
 from flashspan.kernels.portable.common import finite, interval, key_block, load_tile, query_block, store_tile
@@ -236,7 +236,7 @@ def repeat_forward(
 ) -> Repeat | None:
     """See contract.py."""
     launches = recall(_forward_launches, (q, k, v), problem.mask.packed, 2, problem.scale, out_dtype, size)
-    return repeated_forward(launches, q.device, lambda q, v: empty_outputs(q, out_dtype))
+    return repeated_forward(launches, q.device, empty_outputs(q.to("meta"), out_dtype), Room.of(()))
 
 
 def _forward_launches(
@@ -261,9 +261,9 @@ def backward(inputs: Sequence[Tensor], grads: Sequence[Tensor], problem: Problem
 def repeat_backward(inputs: Sequence[Tensor], problem: Problem, size: Tile) -> RepeatBackward | None:
     """See contract.py."""
     grads = [torch.empty_like(x, device="meta") for x in inputs[1:4]]
-    num_parts = len(_parts(grads, size))
-    launches = recall(_backward_launches, (*inputs, *grads), problem.mask.packed, num_parts, problem.scale, size)
-    return repeated_backward(launches, inputs[1].device, lambda grads: _parts(grads, size))
+    parts = _parts(grads, size)
+    launches = recall(_backward_launches, (*inputs, *grads), problem.mask.packed, len(parts), problem.scale, size)
+    return repeated_backward(launches, inputs[1].device, Room.of(parts, grads))
 
 
 def _parts(grads: Sequence[Tensor], size: Tile) -> tuple[Tensor, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
 import random
 import warnings
@@ -229,6 +230,27 @@ def test_parts_of_query_heads_are_replayed(gpu: Gpu) -> None:
         assert gpu.plain == before
 
 
+def tensor_at(address: int, like: Tensor) -> Tensor:
+    """The tensor at an address, with the layout of a meta tensor."""
+    memory = (ctypes.c_uint8 * like.untyped_storage().nbytes()).from_address(address)
+    return torch.frombuffer(memory, dtype=like.dtype).as_strided(like.shape, like.stride())
+
+
+def test_temporary_tensors_do_not_overlap() -> None:
+    sizes = [1, 255, 256, 257, 100000]
+    results = [torch.empty(3, device="meta")]
+    like = [torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes]
+    room = replay.Room.of([*like[:2], results[0], *like[2:]], results, counter=lambda device: torch.zeros(4))
+    addresses, (memory, counter) = room.allocate([48], torch.device("cpu"))
+    assert addresses.pop(2) == 48
+    assert addresses.pop() == counter.data_ptr()
+    begins = [address - memory.data_ptr() for address in addresses]
+    assert all(begin % 256 == 0 for begin in begins)
+    ends = [begin + size for begin, size in zip(begins, sizes, strict=True)]
+    assert all(end <= begin for end, begin in zip(ends, [*begins[1:], memory.numel()], strict=True))
+    assert replay.Room.of(()).allocate([48], torch.device("cpu")) == ([], [])
+
+
 @pytest.mark.parametrize("repeatable", [False, True])
 @pytest.mark.parametrize("heads", [(2, 2), (8, 1)])
 def test_a_repeated_backward_launches_what_backward_launches(
@@ -242,19 +264,19 @@ def test_a_repeated_backward_launches_what_backward_launches(
     into = {name: torch.empty_like(x) for name, x in (("dq", q), ("dk", k), ("dv", v))}
     gpu.hopper.backward_of_output(*tensors, problem, **into)
     repeat = gpu.hopper.repeat_backward(*tensors, problem)
-    launched: list[Any] = []
-
-    def launch_all(launches: Any, inputs: Any, tables: Any, outputs: Any) -> None:
-        launched.append((inputs, outputs))
-        given(launches, inputs, tables, outputs)
-
-    given = replay.launch_all
-    monkeypatch.setattr(replay, "launch_all", launch_all)
+    launched: list[list[int]] = []
+    given = replay._launch_at
+    monkeypatch.setattr(replay, "_launch_at", lambda *call: (launched.append(call[1]), given(*call)))
     gpu.seen = []
     grads = repeat(*tensors, CAUSAL)
     repeated, gpu.seen = gpu.seen, []
-    ((inputs, outputs),) = launched
+    (addresses,) = launched
+    meta = [x.to("meta") for x in (q, k, v)]
+    parts = gpu.hopper.count_key_parts(q, k, CAUSAL, False, not repeatable)
+    made = gpu.hopper._backward_tensors(*meta[:2], parts, False, repeatable, *meta)
+    outputs = [tensor_at(address, x) for address, x in zip(addresses[9:], made, strict=True)]
     values = (problem.scale, False, repeatable, True)
+    inputs = (dout, q, k, v, lse, out, *grads)
     for launch in gpu.hopper._backward_launches((*inputs, *outputs), *CAUSAL.packed.what, *values):
         launch()
     assert repeated == gpu.seen
@@ -262,6 +284,35 @@ def test_a_repeated_backward_launches_what_backward_launches(
     assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
     odd = torch.zeros(dout.numel() + 1).half()[1:].view_as(dout)
     assert repeat(odd, *tensors[1:], CAUSAL) is None, "not on 16 bytes"
+
+
+@pytest.mark.parametrize("in_float16", [False, True])
+@pytest.mark.parametrize("mask", [CAUSAL, EVERYTHING, documents([100, 200])], ids=["causal", "full", "documents"])
+def test_a_repeated_forward_launches_what_forward_launches(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, mask: Mask, in_float16: bool
+) -> None:
+    monkeypatch.setattr(gpu.hopper, "is_faster", lambda *call: in_float16)
+    q, k, v = (torch.zeros(2, n, 300, 64).bfloat16() for n in (4, 2, 2))
+    problem = Problem(mask, 0.125)
+    assert gpu.hopper.repeat_forward(q, k, v, problem, q.dtype) is None, "nothing has run yet"
+    gpu.hopper.forward(q, k, v, problem, out_dtype=q.dtype)
+    repeat = gpu.hopper.repeat_forward(q, k, v, problem, q.dtype)
+    launched: list[list[int]] = []
+    given = replay._launch_at
+    monkeypatch.setattr(replay, "_launch_at", lambda *call: (launched.append(call[1]), given(*call)))
+    gpu.seen = []
+    carry = repeat(q, k, v, mask)
+    repeated, gpu.seen = gpu.seen, []
+    tables = mask.packed.tensors
+    like = [gpu.hopper._empty_flags(q), *([gpu.hopper.empty_float16(v)] if in_float16 else []), torch.zeros(4).int()]
+    temporary = [tensor_at(at, x) for at, x in zip(launched[0][5 + len(tables) :], like, strict=True)]
+    tensors = (q, k, v, *tables, *carry, *temporary)
+    for launch in gpu.hopper._forward_launches(tensors, *mask.packed.what, 0.125, None, q.dtype, in_float16):
+        launch()
+    assert repeated == gpu.seen
+    assert len(repeated) == 1 + in_float16 + (in_float16 or mask is not EVERYTHING)
+    assert (carry.out.shape, carry.out.dtype) == (q.shape, q.dtype)
+    assert (carry.lse.shape, carry.lse.dtype) == (q.shape[:3], torch.float32)
 
 
 @pytest.mark.parametrize("mask", [CAUSAL, documents([30, 40])], ids=["causal", "documents"])
@@ -300,12 +351,13 @@ def test_a_repeated_backward_has_the_room_that_this_gpu_needs(
     monkeypatch.setattr(one_pass, "multiprocessors", lambda device: 132 if device.type == "meta" else chip)
     q, k, v, dout, out = (torch.zeros(1, n, 300, 64).half() for n in (8, 1, 1, 8, 8))
     tensors, problem = (dout, q, k, v, out, torch.zeros(1, 8, 300)), Problem(CAUSAL, 0.125)
-    made: list[Any] = []
-    monkeypatch.setattr(replay, "launch_all", lambda launches, inputs, tables, outputs: made.extend(outputs))
     into = {name: torch.empty_like(x) for name, x in (("dq", q), ("dk", k), ("dv", v))}
     gpu.hopper.backward_of_output(*tensors, problem, **into)
+    launched: list[list[int]] = []
+    monkeypatch.setattr(replay, "_launch_at", lambda launches, addresses, device: launched.append(addresses))
     grads = gpu.hopper.repeat_backward(*tensors, problem)(*tensors, CAUSAL)
-    assert [x is grad for x, grad in zip(made[3:5], grads[1:], strict=True)] == [chip == 1] * 2
+    parts = launched[0][9 + 3 : 9 + 5]  # after the inputs and gradients: -lse, -delta, sums, parts of dk and dv
+    assert [x == grad.data_ptr() for x, grad in zip(parts, grads[1:], strict=True)] == [chip == 1] * 2
 
 
 def test_replaying_keeps_no_tensor_and_not_everything(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
