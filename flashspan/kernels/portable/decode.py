@@ -8,7 +8,6 @@ only the device knows the number of keys, as inside a CUDA graph, the work is di
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Sequence
 from functools import lru_cache
@@ -26,29 +25,37 @@ from flashspan.kernels.launch.launch import Launch, on
 from flashspan.kernels.launch.replay import Room, recall, repeated_forward, replay
 from flashspan.kernels.masks import Band, Mask, Rows, count, unpack
 from flashspan.kernels.portable.arguments import LOG2E, empty_outputs, mask_arguments, with_near_rows
-from flashspan.kernels.portable.common import edge_tile, finite, interval, load_tile, prefetch_rows, tile_ranges
+from flashspan.kernels.portable.common import edge_tile, interval, prefetch_rows, tile_ranges
 from flashspan.kernels.portable.steps import finished, forward_step
 from flashspan.kernels.portable.tiles import (
     Tile,
     block_dim,
     early_launch,
+    fill,
     is_small,
     multiprocessors,
     precision,
     starts_early,
 )
+from flashspan.kernels.portable.two_tiles import store_columns, two_tile_loop
 
 FEW, MAX_ROWS, MAX_QUERIES = 16, 64, 128
 """These kernels are used for calls of up to FEW rows (pairs of a query and a head of the group); of up to MAX_ROWS rows
 if there are many keys; of up to MAX_QUERIES queries if there are many keys and forward.py would launch few programs."""
 
+TWO_TILES = 192
+"""The largest head above 128 that is computed as two tiles of columns, of 128 and 64, with more than MAX_ROWS rows."""
+
 RESIDENT = 2
-"""Number of programs of up to MAX_ROWS rows that a multiprocessor runs at once; with heads above 128 and more than FEW
-rows, only one fits."""
+"""Number of programs of up to MAX_ROWS rows, or of two tiles, that a multiprocessor runs at once; with heads above 128
+and FEW to MAX_ROWS rows, only one fits."""
 
 MANY_KEYS = 768
-"""They are also used for calls whose queries see this many keys on average and whose blocks of rows would occupy at
-most a third of the multiprocessors."""
+"""They are also used for calls whose queries see this many keys on average."""
+
+LEAST_PARTS = 3
+"""With more than FEW rows, they are used if so many programs a block of rows run at once: one on a multiprocessor, or
+two of two tiles. With fewer parts, the kernels for many queries are faster."""
 
 AHEAD = 1
 """Number of tiles of keys and values that a program brings into the L2 cache before the previous kernel has ended."""
@@ -65,49 +72,6 @@ SPLIT_FREE = [
     *("s_rows", "B", "H", "K", "T", "S", "num_blocks", "num_splits", "lo", "hi"),
 ]
 COMBINE_FREE = ["s_ob", "s_oh", "s_ot", "H", "T", "num_rows", "num_splits"]
-
-
-@triton.jit
-def load_columns(p, row, o_row, stride, num_rows, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
-                 CHECK: tl.constexpr):  # fmt: skip
-    """Columns FIRST to FIRST + WIDTH of rows row + o_row of a [*, D] matrix, 0 past D and past num_rows."""
-    return load_tile(p + FIRST, row, o_row, stride, num_rows, D - FIRST, WIDTH, CHECK)
-
-
-@triton.jit
-def two_tile_step(
-    b_acc, b_ax, b_m, b_l, b_q, b_x, k, v, n0, o_n, s_ks, s_vs, S, scale, b_start, b_end, D: tl.constexpr,
-    BD: tl.constexpr, BX: tl.constexpr, MASKED: tl.constexpr, NEGATIVE: tl.constexpr,
-):  # fmt: skip
-    """steps.forward_step for 16-bit heads of BD + BX columns, computed as two tiles: b_q and b_acc have the first BD
-    columns, b_x and b_ax the others."""
-    # [BM, BN]
-    b_s = tl.dot(b_q, tl.trans(load_tile(k, n0, o_n, s_ks, S, BD, BD, MASKED)))
-    b_s = tl.dot(b_x, tl.trans(load_columns(k, n0, o_n, s_ks, S, BD, BX, D, MASKED)), b_s)
-    if MASKED:
-        m_s = ((n0 + o_n)[None, :] >= b_start[:, None]) & ((n0 + o_n)[None, :] < b_end[:, None])
-        b_s = tl.where(m_s, b_s * scale, float("-inf"))
-        b_new = tl.maximum(b_m, tl.max(b_s, 1))
-        b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
-        b_p = tl.exp2(b_s - b_shift[:, None])
-        b_alpha = tl.exp2(b_m - b_shift)
-    else:
-        b_top = tl.min(b_s, 1) if NEGATIVE else tl.max(b_s, 1)
-        b_new = tl.maximum(b_m, b_top * scale)
-        b_p = tl.exp2(b_s * scale - b_new[:, None])
-        b_alpha = tl.exp2(b_m - b_new)
-    b_l = b_l * b_alpha + tl.sum(b_p, 1)
-    # [BN, BD], [BN, BX]
-    b_v = load_tile(v, n0, o_n, s_vs, S, BD, BD, MASKED)
-    b_vx = load_columns(v, n0, o_n, s_vs, S, BD, BX, D, MASKED)
-    b_acc, b_ax = b_acc * b_alpha[:, None], b_ax * b_alpha[:, None]
-    if MASKED:  # as in forward_step
-        b_taint = tl.sum(b_v.to(tl.float32) * 0.0, 1) + tl.sum(b_vx.to(tl.float32) * 0.0, 1)
-        b_taint = tl.sum(tl.where(m_s, b_taint[None, :], 0.0), 1)
-        b_acc, b_ax = b_acc + b_taint[:, None], b_ax + b_taint[:, None]
-        b_v, b_vx = finite(b_v).to(b_v.dtype), finite(b_vx).to(b_vx.dtype)
-    b_p = b_p.to(b_v.dtype)
-    return tl.dot(b_p, b_v, b_acc), tl.dot(b_p, b_vx, b_ax), b_new, b_l
 
 
 @triton.jit
@@ -131,16 +95,16 @@ def split_kernel(
     q, k, v, part, part_lse, start, end,
     s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ps, s_pb, s_ph, s_pt, s_rows,
     B, H, K, T, S, num_blocks, num_splits, lo, hi, scale,
-    D: tl.constexpr, BD: tl.constexpr, BX: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
-    TABLE: tl.constexpr, ONE: tl.constexpr, NEGATIVE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
-    EARLY: tl.constexpr, AHEAD: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, BX: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TABLE: tl.constexpr,
+    ONE: tl.constexpr, NEGATIVE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Attention of BM rows of a key head over one part of their keys. BX: the columns of a head beyond BD, if it is
-    computed as two tiles. ONE: there is one query, so all rows see the same keys. EARLY: this kernel may start before
-    the previous kernel has ended, and the next kernel before this one has ended (programmatic dependent launch). Each
-    waits for the previous kernel before it reads anything. Before it waits, this kernel brings AHEAD tiles of keys and
-    values into the L2 cache. Then the previous kernel may still write to them, and to `start` and `end`, which only
-    move the tiles that are brought."""
+    computed as two tiles (two_tiles.py). ONE: there is one query, so all rows see the same keys. EARLY: this kernel may
+    start before the previous kernel has ended, and the next kernel before this one has ended (programmatic dependent
+    launch). Each waits for the previous kernel before it reads anything. Before it waits, this kernel brings AHEAD
+    tiles of keys and values into the L2 cache. Then the previous kernel may still write to them, and to `start` and
+    `end`, which only move the tiles that are brought."""
     i = tl.program_id(0)
     i_m, i = i % num_blocks, i // num_blocks  # blocks of rows that share keys run side by side
     i_s, i = (i % num_splits).to(tl.int64), i // num_splits
@@ -169,31 +133,16 @@ def split_kernel(
     b_start, b_end, begin, stop = part_of_keys(o_t, T, S, lo, hi, start, end, i_s, num_splits, BN, TABLE, ONE)
 
     # [BM, BD]
-    p_q = q + (i_b * s_qb + o_h * s_qh + o_t.to(tl.int64) * s_qt)[:, None] * UNIT + o_d[None, :]
-    b_q = tl.load(p_q, mask=m_tile, other=0.0)
+    p_q = q + (i_b * s_qb + o_h * s_qh + o_t.to(tl.int64) * s_qt)[:, None] * UNIT
+    b_q = tl.load(p_q + o_d[None, :], mask=m_tile, other=0.0)
     b_acc = tl.zeros([BM, BD], tl.float32)
     b_m = tl.full([BM], float("-inf"), tl.float32)
     b_l = tl.zeros([BM], tl.float32)
-    o_n, o_e = tl.arange(0, BN), tl.arange(0, BE)
+    o_n = tl.arange(0, BN)
     if BX:
-        o_x = BD + tl.arange(0, BX)
-        m_x = m_row[:, None] & (o_x < D)[None, :]
-        # [BM, BX]
-        p_x = q + (i_b * s_qb + o_h * s_qh + o_t.to(tl.int64) * s_qt)[:, None] * UNIT + o_x[None, :]
-        b_x = tl.load(p_x, mask=m_x, other=0.0)
-        b_ax = tl.zeros([BM, BX], tl.float32)
-        edge, num_before, full, full_end, num_after = tile_ranges(b_start, b_end, m_row, S, True, BN, BE)
-        for n0 in range(full, full_end, BN):
-            b_acc, b_ax, b_m, b_l = two_tile_step(
-                b_acc, b_ax, b_m, b_l, b_q, b_x, k, v, n0, o_n, s_ks, s_vs, S, scale, b_start, b_end, D, BD, BX, False,
-                NEGATIVE,
-            )  # fmt: skip
-        for i_tile in tl.range(0, num_before + num_after, num_stages=1):
-            n0 = edge_tile(i_tile, edge, num_before, full_end, BE)
-            b_acc, b_ax, b_m, b_l = two_tile_step(
-                b_acc, b_ax, b_m, b_l, b_q, b_x, k, v, n0, o_e, s_ks, s_vs, S, scale, b_start, b_end, D, BD, BX, True,
-                NEGATIVE,
-            )  # fmt: skip
+        b_acc, b_more, b_m, b_l = two_tile_loop(
+            b_acc, b_m, b_l, b_q, p_q, m_row, k, v, s_ks, s_vs, S, scale, b_start, b_end, D, BD, BX, BN, NEGATIVE
+        )
     elif ONE:
         for n0 in range(begin, stop, BN):
             b_acc, b_m, b_l = forward_step(
@@ -201,16 +150,16 @@ def split_kernel(
                 0, 1.0, D, BD, BD, True, False, False, False, NEGATIVE, PRECISION, True,
             )  # fmt: skip
     else:
-        edge, num_before, full, full_end, num_after = tile_ranges(b_start, b_end, m_row, S, True, BN, BE)
+        edge, num_before, full, full_end, num_after = tile_ranges(b_start, b_end, m_row, S, True, BN, BN)
         for n0 in range(full, full_end, BN):
             b_acc, b_m, b_l = forward_step(
                 b_acc, b_m, b_l, b_q, q, 0, o_r, 0, T, k, v, n0, o_n, s_ks, s_vs, S, scale, b_start, b_end, 0, 0, q,
                 0, 1.0, D, BD, BD, False, False, False, False, NEGATIVE, PRECISION,
             )  # fmt: skip
         for i_tile in tl.range(0, num_before + num_after, num_stages=1):
-            n0 = edge_tile(i_tile, edge, num_before, full_end, BE)
+            n0 = edge_tile(i_tile, edge, num_before, full_end, BN)
             b_acc, b_m, b_l = forward_step(
-                b_acc, b_m, b_l, b_q, q, 0, o_r, 0, T, k, v, n0, o_e, s_ks, s_vs, S, scale, b_start, b_end, 0, 0, q,
+                b_acc, b_m, b_l, b_q, q, 0, o_r, 0, T, k, v, n0, o_n, s_ks, s_vs, S, scale, b_start, b_end, 0, 0, q,
                 0, 1.0, D, BD, BD, True, False, False, False, NEGATIVE, PRECISION,
             )  # fmt: skip
 
@@ -218,8 +167,8 @@ def split_kernel(
     p_rows = part + (i_s * s_ps + i_b * s_pb + o_h * s_ph + o_t.to(tl.int64) * s_pt)[:, None] * UNIT
     tl.store(p_rows + o_d[None, :], b_out.to(part.dtype.element_ty), mask=m_tile)
     if BX:
-        b_out, _ = finished(b_ax, b_m, b_l)
-        tl.store(p_rows + o_x[None, :], b_out.to(part.dtype.element_ty), mask=m_x)
+        b_out, _ = finished(b_more, b_m, b_l)
+        store_columns(p_rows, b_out, m_row, D, BD, BX)
     tl.store(part_lse + ((i_s * B + i_b) * H + o_h) * T + o_t, b_lse, mask=m_row)
 
 
@@ -275,11 +224,14 @@ def takes(q: Tensor, k: Tensor, mask: Mask, dropout: Dropout | None = None) -> b
     if q.dtype == torch.float32 and D > 128:  # these kernels would need too many registers
         return False
     chip = multiprocessors(q.device)
+    size = few_tile(rows, D, q.element_size(), q.device)
+    slots = chip * RESIDENT if in_two_tiles(size) else chip
+    if LEAST_PARTS * B * K * triton.cdiv(rows, size.block_q) > slots:
+        return False
     few_programs = B * H * triton.cdiv(T, 128) < chip
     if S >= 8 * T and (rows <= MAX_ROWS or (T <= MAX_QUERIES and few_programs)):
         return True
-    most_idle = 3 * B * K * triton.cdiv(rows, few_tile(rows, D, q.element_size(), q.device).block_q) <= chip
-    return most_idle and isinstance(mask, Band) and count(mask, T, S) >= MANY_KEYS * T
+    return isinstance(mask, Band) and count(mask, T, S) >= MANY_KEYS * T
 
 
 def forward(
@@ -357,12 +309,11 @@ def split_launch(
     part_lse: Tensor,
     mask: Mask,
     scale: float,
-    size: Tile | None = None,
 ) -> Launch:
     """The launch that computes part [num_splits, B, H, T, D] and part_lse [num_splits, B, H, T], or, without the first
-    dimension, the output itself. size: the tile sizes, by default those for this number of rows."""
+    dimension, the output itself."""
     (B, H, T, D), (K, S) = q.shape, k.shape[1:3]
-    size = size or few_tile(T * (H // K), D, q.element_size(), q.device)
+    size = few_tile(T * (H // K), D, q.element_size(), q.device)
     num_splits = 1 if part.dim() == 4 else len(part)
     num_blocks = triton.cdiv(T * (H // K), size.block_q)
     table, start, end, _, _, rows_stride, _, lo, hi, _ = mask_arguments(mask, T, S, q)
@@ -373,7 +324,7 @@ def split_launch(
         for length, step in zip(x.shape[:-1], x.stride()[:-1], strict=True)
     ]
     early = starts_early(q.device)
-    wide, more = (128, 64) if size.slice == 128 else (block_dim(D), 0)
+    wide, more = (size.slice, TWO_TILES - size.slice) if in_two_tiles(size) else (block_dim(D), 0)
     unit = UNIT if all(step % UNIT == 0 for step in steps) else 1
     return Launch(
         split_kernel,
@@ -383,9 +334,8 @@ def split_launch(
             B, H, K, T, S, num_blocks, num_splits, lo, hi, scale * LOG2E,
         ),
         {
-            "D": D, "BD": wide, "BX": more, "BM": size.block_q, "BN": size.block_k, "BE": size.edge, "TABLE": table,
-            "ONE": T == 1, "NEGATIVE": scale < 0, "UNIT": unit, "PRECISION": precision(q.device), "EARLY": early,
-            "AHEAD": AHEAD,
+            "D": D, "BD": wide, "BX": more, "BM": size.block_q, "BN": size.block_k, "TABLE": table, "ONE": T == 1,
+            "NEGATIVE": scale < 0, "UNIT": unit, "PRECISION": precision(q.device), "EARLY": early, "AHEAD": AHEAD,
             "num_warps": size.num_warps, "num_stages": size.num_stages, **early_launch(early),
         },
     )  # fmt: skip
@@ -414,9 +364,16 @@ def few_tile(rows: int, head_dim: int, itemsize: int, device: torch.device) -> T
     num_stages = 2 if is_small(device) or (itemsize == 4 and wide == 256) else 3
     if rows <= FEW:
         return Tile(FEW, block_k, block_k, 8 if itemsize == 4 and wide == 256 else 4, num_stages)
+    if rows > MAX_ROWS and itemsize == 2 and 128 < head_dim <= TWO_TILES and not is_small(device):
+        return Tile(64, 32, 32, 4, 2, slice=128)
     block_k = min(block_k, 128 // itemsize)  # a wider tile needs too many registers
     many = rows > 64 and itemsize == 2 and wide < 256 and not is_small(device)
     return Tile(128 if many else 64, block_k, block_k, 8 if many or wide >= 128 else 4, num_stages)
+
+
+def in_two_tiles(size: Tile) -> bool:
+    """Whether a head is computed as two tiles of columns. Two such programs fit on a multiprocessor."""
+    return size.slice == 128
 
 
 def count_splits(q: Tensor, k: Tensor, mask: Mask) -> int:
@@ -432,21 +389,9 @@ def count_splits(q: Tensor, k: Tensor, mask: Mask) -> int:
         rounds = 4
     streams = B * K * triton.cdiv(rows, size.block_q)
     tiles, chip = triton.cdiv(S, size.block_k), multiprocessors(q.device)
-    if rows > MAX_ROWS:  # a multiprocessor runs one program at a time, and a second round costs more than it gains
+    if rows > MAX_ROWS and not in_two_tiles(
+        size
+    ):  # a multiprocessor runs one program at a time, and a second round costs more than it gains
         return max(1, min(tiles // 2, chip // streams))
-    resident = 1 if rows > FEW and block_dim(D) > 128 else RESIDENT
+    resident = 1 if FEW < rows <= MAX_ROWS and block_dim(D) > 128 else RESIDENT
     return fill(streams, tiles, rounds * resident * chip)
-
-
-@lru_cache(4096)
-def fill(num_streams: int, num_tiles: int, slots: int) -> int:
-    """The least number of parts that keeps a GPU within 95% of the best utilisation that any number of parts reaches.
-
-    The GPU runs `slots` programs at once, and in the last round most slots may be empty.
-    """
-    most = max(1, min(num_tiles // 2, 4 * slots // num_streams))
-    busy = []
-    for num_splits in range(1, most + 1):
-        rounds = num_streams * num_splits / slots
-        busy.append(rounds / math.ceil(rounds))
-    return 1 + next(i for i, share in enumerate(busy) if share >= 0.95 * max(busy))

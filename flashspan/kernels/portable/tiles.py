@@ -8,8 +8,9 @@ found by compiling.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -192,3 +193,17 @@ def key_passes(q: Tensor, *, bits: bool = False, dropout: bool = False) -> dict[
     fused = ("dk dv", q.element_size(), block_dim(q.shape[-1])) in TABLE
     names = ("dk dv",) if fused else ("dk", "dv")
     return {name: tile(name, q, bits=bits, dropout=dropout) for name in names}
+
+
+@lru_cache(4096)
+def fill(num_streams: int, num_tiles: int, slots: int) -> int:
+    """The least number of parts that keeps a GPU within 95% of the best utilisation that any number of parts reaches.
+
+    The GPU runs `slots` programs at once, and in the last round most slots may be empty.
+    """
+    most = max(1, min(num_tiles // 2, 4 * slots // num_streams))
+    busy = []
+    for num_splits in range(1, most + 1):
+        rounds = num_streams * num_splits / slots
+        busy.append(rounds / math.ceil(rounds))
+    return 1 + next(i for i, share in enumerate(busy) if share >= 0.95 * max(busy))
