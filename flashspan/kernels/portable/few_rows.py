@@ -1,9 +1,12 @@
-"""Backward of few queries over many keys: the mirror of decode.py.
+"""Backward of few queries over many keys, for heads above 128: the mirror of decode.py.
 
 A program has a part of the keys, and all query heads that share them: its rows are pairs (query, head of the group). So
 it reads each key once, and computes and writes dk and dv of a tile of keys at once: no other program has queries for
-them. dq is summed over the tiles in registers, and over the parts by `few_tiles.add_gradients_kernel`, in a fixed
-order. Gradients are bitwise reproducible.
+them. dq is summed over the tiles in registers, and over the parts by `add_gradients_kernel` (gradient_parts.py), in a
+fixed order. Gradients are bitwise reproducible.
+
+few_tiles.py chooses this kernel, and the number of parts. Heads up to 128 use others, which were faster: for them,
+Triton 3.6 does not compile this kernel.
 """
 
 from __future__ import annotations

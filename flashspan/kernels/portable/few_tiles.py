@@ -1,15 +1,21 @@
-"""Attention of few tiles: each pass is one launch, without temporary tensors.
+"""Attention of few tiles: each pass is one launch or, where programs share a block of backward, two.
 
 A short call takes as long as its launches, on the GPU and on the host. Forward uses the kernel of forward.py with tiles
 for few queries. Backward is one kernel with two kinds of programs: some compute dk and dv of a block of keys, the
 others dq of a block of queries. Both compute delta themselves, from out and dout. No two programs write one tile, so
 gradients are bitwise reproducible.
+
+If many query heads share few keys, a program for keys would have tens of tiles while most multiprocessors are idle. So
+the queries of a block of keys, and the keys of a block of queries, are divided into parts of two tiles. Their gradients
+are float32, and a second launch adds them in a fixed order. For few queries of large heads, few_rows.py has a kernel
+that reads each key once.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -18,14 +24,17 @@ import triton.language as tl
 from torch import Tensor
 
 from flashspan.kernels.contract import Carry, Problem, Repeat, RepeatBackward
+from flashspan.kernels.failure import KernelFailed
 from flashspan.kernels.launch.launch import Launch, on
 from flashspan.kernels.launch.replay import Room, recall, repeated_backward, repeated_forward, replay
 from flashspan.kernels.masks import Band, Mask, Rows, count, unpack
 from flashspan.kernels.portable.arguments import LOG2E, empty_outputs, mask_arguments, strides, with_near_rows
 from flashspan.kernels.portable.common import finite, interval, key_block, load_tile, query_block, store_tile
+from flashspan.kernels.portable.few_rows import few_rows_launch
 from flashspan.kernels.portable.forward import forward_launch
+from flashspan.kernels.portable.gradient_parts import add_gradients_launch, empty_parts
 from flashspan.kernels.portable.steps import load_lse
-from flashspan.kernels.portable.tiles import Tile, block_dim, multiprocessors
+from flashspan.kernels.portable.tiles import Tile, block_dim, fill, multiprocessors
 
 
 @triton.jit
@@ -119,36 +128,6 @@ def gradients_kernel(
         store_tile(dq + i_b * s_dqb + i_h * s_dqh, m0, o_r, s_dqt, T, b_dq * sm_scale, D, BD, False)
 
 
-@triton.jit
-def add_block(parts, grad, i, s_b, s_h, s_row, heads, rows, num_parts, D: tl.constexpr, BD: tl.constexpr,
-              BLOCK: tl.constexpr):  # fmt: skip
-    """Add the parts of block i of the rows of a gradient, in a fixed order."""
-    i_b, i_h, row = key_block(i, heads, rows, BLOCK)
-    i_h = i_h.to(tl.int64)
-    o_r = tl.arange(0, BLOCK)
-    step = tl.cast(rows, tl.int64) * D
-    parts += (i_b * heads + i_h) * num_parts * step
-    b = tl.zeros([BLOCK, BD], tl.float32)
-    for i_part in range(num_parts):
-        b += load_tile(parts + i_part * step, row, o_r, D, rows, D, BD, True)
-    store_tile(grad + i_b * s_b + i_h * s_h, row, o_r, s_row, rows, b, D, BD, False)
-
-
-@triton.jit(do_not_specialize=["H", "K", "T", "S", "query_parts", "key_parts", "num_dq", "num_dk"])
-def add_gradients_kernel(
-    dq_parts, dk_parts, dv_parts, dq, dk, dv, s_dqb, s_dqh, s_dqt, s_dkb, s_dkh, s_dks, s_dvb, s_dvh, s_dvs,
-    H, K, T, S, query_parts, key_parts, num_dq, num_dk, D: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Add the parts of a block of rows: of dq in the first num_dq programs, of dk in the next num_dk, else of dv."""
-    i = tl.program_id(0)
-    if i < num_dq:
-        add_block(dq_parts, dq, i, s_dqb, s_dqh, s_dqt, H, T, key_parts, D, BD, BLOCK)
-    elif i < num_dq + num_dk:
-        add_block(dk_parts, dk, i - num_dq, s_dkb, s_dkh, s_dks, K, S, query_parts, D, BD, BLOCK)
-    else:
-        add_block(dv_parts, dv, i - num_dq - num_dk, s_dvb, s_dvh, s_dvs, K, S, query_parts, D, BD, BLOCK)
-
-
 @dataclass(frozen=True)
 class Limits:
     """The largest calls that use these kernels, in tiles of 64 queries and 64 keys (docs/log/few-tiles.md)."""
@@ -162,29 +141,36 @@ FORWARD = {64: Limits(4400, 40), 128: Limits(1900, 32)}
 FORWARD_ANY = {64: 1100, 128: 600}
 """The limit of forward for any number of programs: tiles in total."""
 BACKWARD = {64: Limits(1300, 20), 128: Limits(256, 8)}
-"""The limits of backward. A program for keys has the tiles of all query heads that share the keys."""
+"""The limits of backward. A program for keys has the tiles of all query heads that share the keys; if only that limit
+is exceeded, they are divided."""
+
+MOST_ROWS = 64
+"""The most rows (pairs of a query and a head of the group) for which few_rows.py computes gradients."""
+
+FAILED: list[str] = []
+"""The reasons why a kernel for backward failed to compile on this machine. If it is not empty, none is tried again."""
 
 
 def forward_tile(q: Tensor, k: Tensor, mask: Mask) -> Tile | None:
     """The tile sizes if forward of such a call is faster here than with the kernels for many tiles, else None."""
     if not _serves(q, k, mask):
         return None
-    return _forward_tile(*q.shape, k.shape[2], _seen(q, k, mask), multiprocessors(q.device))
+    return _forward_tile(*q.shape, k.shape[2], mean_keys(q, k, mask), multiprocessors(q.device))
 
 
 def backward_tile(q: Tensor, k: Tensor, mask: Mask) -> Tile | None:
     """The tile sizes if backward of such a call is faster here than with the kernels for many tiles, else None."""
-    if not _serves(q, k, mask):
+    if FAILED or not _serves(q, k, mask):
         return None
-    return _backward_tile(*q.shape, k.shape[1], k.shape[2], _seen(q, k, mask))
+    return _backward_tile(*q.shape, k.shape[1], k.shape[2], mean_keys(q, k, mask), multiprocessors(q.device))
 
 
 def _serves(q: Tensor, k: Tensor, mask: Mask) -> bool:
     return isinstance(mask, (Band, Rows)) and q.numel() > 0 and k.numel() > 0 and q.dtype.itemsize == 2
 
 
-def _seen(q: Tensor, k: Tensor, mask: Mask) -> int:
-    """About how many keys a query sees."""
+def mean_keys(q: Tensor, k: Tensor, mask: Mask) -> int:
+    """About how many keys a query sees on average."""
     T, S = q.shape[2], k.shape[2]
     return min(mask.reach or S, S) if isinstance(mask, Rows) else -(-count(mask, T, S) // T)
 
@@ -201,25 +187,37 @@ def _forward_tile(B: int, H: int, T: int, D: int, S: int, seen: int, chip: int) 
         return None
     if T <= 32:
         return Tile(32, 32, 32, 4, 3) if S <= 32 else Tile(32, 64, 64, 4, 3)
-    if wide > 64 or S > 128:
-        return Tile(64, 64, 64, 4, 3)
+    if wide > 64 or S > 128:  # at 64, edge tiles are pipelined: in a short causal call nearly all tiles are edge tiles
+        return Tile(64, 64, 64, 4, 3, edge_stages=2 if wide == 64 else 1)
     # If not all programs run at once, fewer and larger programs are faster.
     return Tile(128 if 64 < T <= 128 and programs > 2 * chip else 64, 32, 32, 4, 3)
 
 
 @lru_cache(4096)
-def _backward_tile(B: int, H: int, T: int, D: int, K: int, S: int, seen: int) -> Tile | None:
-    wide = max(64, block_dim(D))
+def _backward_tile(B: int, H: int, T: int, D: int, K: int, S: int, seen: int, chip: int) -> Tile | None:
+    wide, group = max(64, block_dim(D)), H // K
     if wide not in BACKWARD:
-        return None
+        if T * group > MOST_ROWS or S < 8 * T or wide > 256:
+            return None
+        return Tile(MOST_ROWS, 32, 32, 8, 2, key_parts=fill(B * K, triton.cdiv(S, 32), chip))
     blocks, most = triton.cdiv(T, 64), BACKWARD[wide]
-    longest = max(H // K * blocks, triton.cdiv(S, 64))
-    if longest > most.per_program or B * H * blocks * triton.cdiv(seen, 64) > most.total:
+    if triton.cdiv(S, 64) > most.per_program or B * H * blocks * triton.cdiv(seen, 64) > most.total:
         return None
+    block_k = 64 if wide == 64 or T <= 32 else 32
     if T <= 32:
-        return Tile(32, 64, 64, 4, 2 if wide == 64 else 1)
-    block_k = 64 if wide == 64 else 32
-    return Tile(64, block_k, block_k, 4, 1)
+        tile = Tile(32, block_k, block_k, 4, 2 if wide == 64 else 1)
+    else:
+        tile = Tile(64, block_k, block_k, 4, 1)
+    if group * blocks <= most.per_program:
+        return tile
+    key_blocks = triton.cdiv(S, block_k)
+    query_parts = _count_parts(group * blocks, B * K * key_blocks, chip)
+    return replace(tile, query_parts=query_parts, key_parts=_count_parts(key_blocks, B * H * blocks, chip))
+
+
+def _count_parts(num_tiles: int, num_programs: int, chip: int) -> int:
+    """The number of parts of two tiles or more for which up to two programs run on each multiprocessor."""
+    return max(1, min(num_tiles // 2, 2 * chip // num_programs))
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, size: Tile, out_dtype: torch.dtype) -> Carry:
@@ -246,16 +244,28 @@ def _forward_launches(
     return [forward_launch(q, k, v, out, lse, unpack(kind, numbers, tables), scale, False, None, size=size)]
 
 
-def backward(inputs: Sequence[Tensor], grads: Sequence[Tensor], problem: Problem, size: Tile) -> None:
-    """Write the gradients of q, k and v, given dout, q, k, v, lse and out."""
+def backward(inputs: Sequence[Tensor], grads: Sequence[Tensor], problem: Problem, size: Tile) -> bool:
+    """Write the gradients of q, k and v, given dout, q, k, v, lse and out. False if a kernel fails to compile; none is
+    tried again."""
     dout, q, k, v, lse, out = inputs
     near, written = [[with_near_rows(x) for x in group] for group in ((dout, q, k, v, out), grads)]
     given = (*near[:4], lse.contiguous(), near[4], *written)
-    with on(q.device):
-        replay(_backward_launches, given, problem.mask.to(q.device).packed, _parts(written, size), problem.scale, size)
+    try:
+        with on(q.device):
+            tables, parts = problem.mask.to(q.device).packed, _parts(written, size)
+            replay(_backward_launches, given, tables, parts, problem.scale, size)
+    except KernelFailed as failure:
+        FAILED.append(str(failure))
+        warnings.warn(
+            f"the kernel for gradients of few tiles {failure}; from now on other kernels compute such gradients",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return False
     for grad, x in zip(grads, written, strict=True):
         if x is not grad:
             grad.copy_(x)
+    return True
 
 
 def repeat_backward(inputs: Sequence[Tensor], problem: Problem, size: Tile) -> RepeatBackward | None:
@@ -267,24 +277,24 @@ def repeat_backward(inputs: Sequence[Tensor], problem: Problem, size: Tile) -> R
 
 
 def _parts(grads: Sequence[Tensor], size: Tile) -> tuple[Tensor, ...]:
-    """Room for the parts of dq, dk and dv, or the gradients themselves where there is one part; () if nowhere."""
+    """Uninitialised parts of dq, dk and dv, where a gradient with one part is its own part; () if no gradient has
+    several."""
     counts = size.key_parts, size.query_parts, size.query_parts
     if max(counts) == 1:
         return ()
-    return tuple(
-        x if n == 1 else x.new_empty((x.shape[0], x.shape[1] * n, *x.shape[2:]), dtype=torch.float32)
-        for x, n in zip(grads, counts, strict=True)
-    )
+    return tuple(x if n == 1 else empty_parts(x, n) for x, n in zip(grads, counts, strict=True))
 
 
 def _backward_launches(
     tensors: Sequence[Tensor], kind: str, numbers: tuple[int, ...], scale: float, size: Tile
 ) -> list[Launch]:
-    num_tables = len(tensors) - 9 - (3 if max(size.key_parts, size.query_parts) > 1 else 0)
-    inputs, grads, parts = tensors[:6], tensors[6:9], tensors[9 + num_tables :]
-    mask = unpack(kind, numbers, tensors[9 : 9 + num_tables])
-    launches = [gradients_launch(inputs, parts or grads, mask, scale, size)]
-    return [*launches, add_launch(parts, grads, size)] if parts else launches
+    """The launch that computes the gradients and, if they have parts, the one that adds the parts."""
+    num_parts = 3 if max(size.key_parts, size.query_parts) > 1 else 0
+    tables, parts = tensors[9 : len(tensors) - num_parts], tensors[len(tensors) - num_parts :]
+    inputs, grads, mask = tensors[:6], tensors[6:9], unpack(kind, numbers, tables)
+    compute = few_rows_launch if block_dim(inputs[1].shape[-1]) > 128 else gradients_launch
+    launches = [compute(inputs, parts or grads, mask, scale, size)]
+    return [*launches, add_gradients_launch(parts, grads)] if parts else launches
 
 
 def gradients_launch(inputs: Sequence[Tensor], grads: Sequence[Tensor], mask: Mask, scale: float, size: Tile) -> Launch:
@@ -306,17 +316,3 @@ def gradients_launch(inputs: Sequence[Tensor], grads: Sequence[Tensor], mask: Ma
             "num_warps": size.num_warps, "num_stages": size.num_stages,
         },
     )  # fmt: skip
-
-
-def add_launch(parts: Sequence[Tensor], grads: Sequence[Tensor], size: Tile) -> Launch:
-    """The launch that adds the parts of dq, dk and dv where there are several."""
-    (B, H, T, D), (K, S), wide = grads[0].shape, grads[1].shape[1:3], block_dim(grads[0].shape[-1])
-    block = max(8, 2048 // wide)
-    num_dq = triton.cdiv(T, block) * B * H if size.key_parts > 1 else 0
-    num_dk = triton.cdiv(S, block) * B * K if size.query_parts > 1 else 0
-    return Launch(
-        add_gradients_kernel,
-        (num_dq + 2 * num_dk,),
-        (*parts, *grads, *strides(*grads), H, K, T, S, size.query_parts, size.key_parts, num_dq, num_dk),
-        {"D": D, "BD": wide, "BLOCK": block, "num_warps": 4},
-    )
