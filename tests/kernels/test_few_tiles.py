@@ -205,7 +205,7 @@ ON_GPU = [
     # Backward: few rows of large heads.
     (Shape(1, 8, 8, 47, 4480, 160), Band(None, 4433)),
     (Shape(2, 24, 8, 20, 1001, 256), EVERYTHING),
-    (Shape(2, 4, 2, 17, 500, 136), scattered(17, 500)),
+    (Shape(2, 4, 2, 17, 500, 160), scattered(17, 500)),
     # Forward: a head as two tiles of columns. Backward: Hopper's pass for dq in parts.
     (Shape(1, 4, 4, 333, 3001, 160), Band(None, 2668)),
     (Shape(1, 4, 2, 100, 2001, 192), EVERYTHING),

@@ -197,7 +197,8 @@ def _forward_tile(B: int, H: int, T: int, D: int, S: int, seen: int, chip: int) 
 def _backward_tile(B: int, H: int, T: int, D: int, K: int, S: int, seen: int, chip: int) -> Tile | None:
     wide, group = max(64, block_dim(D)), H // K
     if wide not in BACKWARD:
-        if T * group > MOST_ROWS or S < 8 * T or wide > 256:
+        # At a head size of 136, the kernel of few_rows.py spills 4,844 bytes.
+        if T * group > MOST_ROWS or S < 8 * T or wide > 256 or D % 32:
             return None
         return Tile(MOST_ROWS, 32, 32, 8, 2, key_parts=fill(B * K, triton.cdiv(S, 32), chip))
     blocks, most = triton.cdiv(T, 64), BACKWARD[wide]
