@@ -20,12 +20,14 @@ from flashspan.kernels.portable.gradient_parts import (
     MIN_BLOCKS,
     MOST_PARTS,
     ROUNDS,
+    add_gradients_launch,
     add_parts_launch,
     count_equal_parts,
     count_parts,
 )
 from flashspan.masks.patterns import documents, random_blocks
 from tests.kernels.cases import GRADIENT_BOUND, Shape, make_inputs, relative, solve
+from tests.kernels.compiler import compile_apart
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here, not interpreted")
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -75,6 +77,7 @@ def launches_of(
     one_pass = pytest.importorskip("flashspan.kernels.hopper.one_pass")
     from flashspan.kernels.hopper.launch import _backward_launches, empty_parts
     from flashspan.kernels.hopper.parts import new_rows
+    from flashspan.kernels.hopper.two_pass import count_dq_parts
 
     lengths = (tokens, keys or tokens)
     q, k = (
@@ -86,6 +89,8 @@ def launches_of(
     to_dk, to_dv = (empty_parts(k, parts) if parts > 1 else x for x in (dk, dv))
     rows = torch.empty(1, heads[0], tokens, device="meta")
     sums = dq if accumulate or deterministic else torch.empty(heads[0] * 8192 * head_dim // 256, 256, device="meta")
+    if (dq_parts := count_dq_parts(q, k, mask, accumulate)) > 1:
+        sums = empty_parts(q, dq_parts)
     counter = torch.empty(4, dtype=torch.int32, device="meta")
     kind, numbers, tables = mask.to("meta").pack()
     tensors = (q, q, k, k, rows, rows, dq, dk, dv, *tables, new_rows(q), new_rows(q), sums, to_dk, to_dv, counter)
@@ -177,6 +182,83 @@ def test_queries_of_few_keys_are_divided() -> None:
         options = {"mask": EVERYTHING, **more}
         launches, rooms = launches_of((16, 16), 4096, 64, keys=77, **options)
         assert "add_parts_kernel" not in names(launches), more
+
+
+@pytest.mark.parametrize(
+    ("heads", "lengths", "mask", "parts"),
+    [
+        ((4, 4), (700, 3000), Band(None, 2300), 5),
+        ((24, 8), (100, 700), EVERYTHING, 5),
+        ((4, 4), (100, 6000), EVERYTHING, 33),
+        ((16, 1), (300, 1999), EVERYTHING, 2),
+        ((4, 4), (700, 3000), Band(-255, 0), 2),  # a query sees four blocks of keys
+        ((80, 80), (100, 6000), EVERYTHING, 1),  # more than half the multiprocessors
+        ((4, 4), (100, 100), EVERYTHING, 1),
+    ],
+)
+def test_keys_of_few_blocks_of_queries_are_divided(
+    heads: tuple[int, int], lengths: tuple[int, int], mask: Band, parts: int
+) -> None:
+    launches, rooms = launches_of(heads, lengths[0], 256, mask, keys=lengths[1], deterministic=True)
+    queries = numbers(launches[2])
+    assert names(launches)[:3] == ["rows_kernel", "keys_kernel", "queries_kernel"]
+    assert queries["num_parts"] == parts
+    assert launches[2].grid == (-(-lengths[0] // 128) * heads[0] * parts,)
+    assert queries["desc_dq"].shape[1] == heads[0] * parts
+    if parts == 1:
+        assert "add_gradients_kernel" not in names(launches)
+        return
+    assert names(launches)[3:] == ["add_gradients_kernel"]
+    added = numbers(launches[3])
+    assert added["dq_parts"] is queries["desc_dq"].base
+    assert [added["dk_parts"], added["dv_parts"]] == rooms
+    assert (added["key_parts"], added["query_parts"]) == (parts, rooms[0].shape[1] // heads[1])
+    launches, _ = launches_of(heads, lengths[0], 256, mask, keys=lengths[1], deterministic=True, accumulate=True)
+    assert numbers(launches[2])["num_parts"] == 1
+    assert "add_gradients_kernel" not in names(launches)
+
+
+@interpreted
+@pytest.mark.parametrize("head_dim", [16, 40, 160, 256])
+@pytest.mark.parametrize(("key_parts", "query_parts"), [(3, 1), (1, 4), (5, 2)])
+def test_the_sums_of_parts_of_all_gradients_are_right(head_dim: int, key_parts: int, query_parts: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((4, 37, key_parts), (2, 63, query_parts), (2, 63, query_parts))
+    parts = [torch.randn(2, heads * n, length, head_dim, generator=generator) for heads, length, n in sizes]
+    made = [torch.full((2, length, heads, head_dim), torch.nan).transpose(1, 2) for heads, length, _ in sizes]
+    add_gradients_launch(parts, made)()
+    for got, x, (heads, length, n) in zip(made, parts, sizes, strict=True):
+        if n == 1:
+            assert got.isnan().all(), "its own part"
+        else:
+            torch.testing.assert_close(got, x.view(2, heads, n, length, head_dim).sum(2))
+
+
+PROGRAM = """
+import json, sys
+import torch
+from flashspan.kernels import hopper
+from benchmarks.compile_kernels import compile_launch
+from flashspan.kernels.contract import Problem
+from flashspan.kernels.launch.compiling import launches_of
+from flashspan.kernels.masks import Band
+for head_dim, dtype in json.loads(sys.argv[1]):
+    q = torch.empty(1, 4, 700, head_dim, dtype=getattr(torch, dtype), device="meta")
+    k, lse = q.new_empty(1, 4, 3000, head_dim), torch.empty(1, 4, 700, device="meta")
+    problem = Problem(Band(None, 2300), 0.1)
+    into = {"dq": torch.empty_like(q), "dk": torch.empty_like(k), "dv": torch.empty_like(k)}
+    launches = launches_of(lambda: hopper.backward_of_output(q, q, k, k, q, lse, problem, **into))
+    costs = [compile_launch(launch) for launch in launches[-2:]]
+    print(json.dumps([[cost.spilled_bytes, cost.registers, cost.shared_bytes] for cost in costs]))
+"""
+
+
+@pytest.mark.slow
+def test_the_pass_for_dq_in_parts_compiles_without_spills() -> None:
+    for queries, add in compile_apart(PROGRAM, [(160, "bfloat16"), (256, "float16")]):
+        assert queries[:2] == [0, 168]
+        assert add[0] == 0
+        assert max(queries[2], add[2]) <= 232448
 
 
 @interpreted

@@ -33,14 +33,14 @@ from flashspan.kernels.hopper.tensors import (
     new_counter,
 )
 from flashspan.kernels.hopper.tiles import BACKWARD, forward_tile, warps
-from flashspan.kernels.hopper.two_pass import two_pass_launches
+from flashspan.kernels.hopper.two_pass import count_dq_parts, two_pass_launches
 from flashspan.kernels.launch.launch import Launch, on
 from flashspan.kernels.launch.replay import Room, recall, repeated_backward, repeated_forward, replay
 from flashspan.kernels.masks import Band, Blocks, Mask, Rows, unpack
 from flashspan.kernels.portable import decode, few_tiles
 from flashspan.kernels.portable.arguments import LOG2E, empty_outputs, mask_arguments
 from flashspan.kernels.portable.forward import forward_launch as repair_launch
-from flashspan.kernels.portable.gradient_parts import add_parts_launch, empty_parts
+from flashspan.kernels.portable.gradient_parts import add_gradients_launch, add_parts_launch, empty_parts
 from flashspan.kernels.portable.tiles import multiprocessors
 
 
@@ -205,7 +205,8 @@ def backward(
         rows_of = out if out is not None and delta is None else _settled(delta, dout, out).contiguous()
         given = (dout, q, k, v, lse.contiguous(), rows_of, dq, dk, dv)
         parts = count_key_parts(q, k, mask, accumulate, not two_passes)
-        made = _backward_tensors(q, k, parts, accumulate, two_passes, dq, dk, dv)
+        dq_parts = count_dq_parts(q, k, mask, accumulate)
+        made = _backward_tensors(q, k, parts, dq_parts, accumulate, two_passes, dq, dk, dv)
         done = replay(_backward_launches, given, tables, made, scale, accumulate, two_passes, delta is None)
     if done:
         return
@@ -229,12 +230,20 @@ def _serves_backward(q: Tensor, k: Tensor, problem: Problem) -> bool:
 
 
 def _backward_tensors(
-    q: Tensor, k: Tensor, parts: int, accumulate: bool, two_passes: bool, dq: Tensor, dk: Tensor, dv: Tensor
+    q: Tensor,
+    k: Tensor,
+    parts: int,
+    dq_parts: int,
+    accumulate: bool,
+    two_passes: bool,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
 ) -> tuple[Tensor, ...]:
-    """Temporary tensors of backward: -lse, -delta, sums of dq, parts of dk and dv, states, a counter."""
+    """Temporary tensors of backward: -lse, -delta, sums or parts of dq, parts of dk and dv, states, a counter."""
     minus_lse, minus_delta = new_rows(q), new_rows(q)
     num_rows = len(minus_lse)
-    sums = dq
+    sums = empty_parts(q, dq_parts) if dq_parts > 1 else dq
     if not (accumulate or two_passes):
         sums = q.new_empty((num_rows * block_dim(q.shape[-1]) // 256, 256), dtype=torch.float32)
     of_parts = [empty_parts(k, parts) if parts > 1 else x for x in (dk, dv)]
@@ -257,7 +266,8 @@ def repeat_backward(
     if launches is None:
         return None
     parts = count_key_parts(q, k, problem.mask, False, not two_passes)  # for this GPU: meta tensors stand for an H200
-    *temporary, _ = _backward_tensors(q.to("meta"), k.to("meta"), parts, False, two_passes, *grads)
+    dq_parts = count_dq_parts(q, k, problem.mask, False)
+    *temporary, _ = _backward_tensors(q.to("meta"), k.to("meta"), parts, dq_parts, False, two_passes, *grads)
     return repeated_backward(launches, q.device, Room.of(temporary, grads, new_counter))
 
 
@@ -265,8 +275,8 @@ def backward_of_output(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem, **into: Tensor
 ) -> None:
     """See contract.py."""
-    if (size := few_tiles.backward_tile(q, k, problem.mask)) is not None:
-        few_tiles.backward((dout, q, k, v, lse, out), (into["dq"], into["dk"], into["dv"]), problem, size)
+    size, grads = few_tiles.backward_tile(q, k, problem.mask), (into["dq"], into["dk"], into["dv"])
+    if size is not None and few_tiles.backward((dout, q, k, v, lse, out), grads, problem, size):
         return
     backward(dout, q, k, v, lse, None, problem, out=out, accumulate=False, **into)
 
@@ -288,7 +298,7 @@ def _backward_launches(
     two_passes: bool,
     of_output: bool,
 ) -> list[Launch] | None:
-    """The launches of backward: one that prepares rows; one or two passes; one that adds the parts of dk and dv, if
+    """The launches of backward: one that prepares rows; one or two passes; one that adds the parts of gradients, if
     there are parts; and a cast of dq, if it was not summed in place. None if a tensor is not aligned. `of_output`: the
     tensor in delta's place is out."""
     dout, q, k, v, lse, delta, dq, dk, dv, *tables = tensors[:-7]
@@ -302,7 +312,9 @@ def _backward_launches(
         dout, q, k, v, minus_lse, minus_delta, mask, scale, sums, dk_parts, dv_parts, accumulate, states, counter
     )
     passes = two_pass_launches(given) if two_passes else [backward_launch(given)]
-    if dk_parts.shape != dk.shape:
+    if not summed and sums.shape != dq.shape:
+        passes.append(add_gradients_launch((sums, dk_parts, dv_parts), (dq, dk, dv)))
+    elif dk_parts.shape != dk.shape:
         passes.append(add_parts_launch(dk_parts, dv_parts, dk, dv, accumulate))
     block = passes[0].arguments[0].block_shape[2] if summed else 0  # queries whose dQ is added together
     grain = mask.block[0] if isinstance(mask, Blocks) else block  # rows of sums that are claimed together

@@ -31,7 +31,7 @@ class BackwardInputs(NamedTuple):
     minus_delta: Tensor
     mask: Mask
     scale: float
-    dq: Tensor | None  # the gradient, or the sums from which it is computed; None: not computed
+    dq: Tensor | None  # the gradient, its parts (two_pass.py), or the sums from which it is computed; None: no dq
     dk: Tensor  # with more heads than k, dk and dv are parts to be added (portable/gradient_parts.py)
     dv: Tensor
     accumulate: bool

@@ -11,7 +11,8 @@ queries across: P and dS are then already in the registers from which the matmul
 size of 128, the one-pass kernel without dQ is used instead.
 
 `queries_kernel`: a program has 128 queries, 64 per warpgroup. Q and dO stay in shared memory, dQ in registers; it loops
-over K and V.
+over K and V. If the blocks of queries would occupy at most half the multiprocessors, several programs share a block and
+each has a part of its keys. Their dQ is float32, and one kernel adds the parts in a fixed order (gradient_parts.py).
 
 In both, one warp loads, and the two warpgroups use the tensor cores in turn: while one multiplies, the other computes.
 """
@@ -19,6 +20,7 @@ In both, one warp loads, and the two warpgroups use the tensor cores in turn: wh
 from __future__ import annotations
 
 import triton
+from torch import Tensor
 
 from flashspan.kernels.hopper.one_pass import backward_launch
 from flashspan.kernels.hopper.tensors import (
@@ -32,11 +34,25 @@ from flashspan.kernels.hopper.tiles import BACKWARD, WARPS
 from flashspan.kernels.hopper.two_pass_dkv import keys_kernel
 from flashspan.kernels.hopper.two_pass_dq import queries_kernel
 from flashspan.kernels.launch.launch import Launch
+from flashspan.kernels.masks import Band, Mask, Rows
 from flashspan.kernels.portable.arguments import LOG2E, mask_arguments
+from flashspan.kernels.portable.few_tiles import mean_keys
+from flashspan.kernels.portable.tiles import multiprocessors
+
+
+def count_dq_parts(q: Tensor, k: Tensor, mask: Mask, accumulate: bool) -> int:
+    """The number of parts of the keys in which dq is computed. Only for heads above 128, whose programs are long, and
+    not if dq is added to what it holds."""
+    B, H, T, D = q.shape
+    programs, chip = triton.cdiv(T, 128) * B * H, multiprocessors(q.device)
+    if accumulate or block_dim(D) in BACKWARD or 2 * programs > chip or not isinstance(mask, (Band, Rows)):
+        return 1
+    return max(1, min(chip // programs, triton.cdiv(mean_keys(q, k, mask), 64) // 2))
 
 
 def two_pass_launches(given: BackwardInputs) -> list[Launch]:
-    """The launches of the two passes: for dk and dv, then for dq. dq needs no sums and no cast."""
+    """The launches of the two passes: for dk and dv, then for dq. dq needs no sums and no cast; with n times as many
+    heads as q, it holds the parts that are due to n parts of the keys."""
     dout, q, k, v, minus_lse, minus_delta, mask, scale, dq, dk, dv, accumulate = given[:-2]
     assert dq is not None
     B, H, T, D = q.shape
@@ -64,15 +80,15 @@ def two_pass_launches(given: BackwardInputs) -> list[Launch]:
             ),
             {**constants, "ACCUMULATE": accumulate and key_heads == K, "SPLIT_HEADS": key_heads > K},
         )  # fmt: skip
-    num_blocks = triton.cdiv(T, 128)
+    num_blocks, num_parts = triton.cdiv(T, 128), dq.shape[1] // H
     section = key_heads_for_queries(q, k, num_blocks)
     by_queries = Launch(
         queries_kernel,
-        (num_blocks * B * H,),
+        (num_blocks * B * H * num_parts,),
         (
             *by_query, *by_key, to_dq, minus_lse, minus_delta, start, end, s_rows, H, H // K, T, S, rows, lo, hi,
-            scale * LOG2E, scale, section * (H // K),
+            scale * LOG2E, scale, section * (H // K), num_parts,
         ),
-        constants,
+        {**constants, "ACCUMULATE": accumulate and num_parts == 1},
     )  # fmt: skip
     return [by_keys, by_queries]

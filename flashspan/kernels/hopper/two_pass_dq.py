@@ -20,16 +20,16 @@ from flashspan.kernels.hopper.ptx import opaque
 from flashspan.kernels.hopper.scheduler import tile_position
 from flashspan.kernels.hopper.shared_memory import clear_nonfinite, store_output
 
-NUMBERS = ["s_rows", "H", "G", "T", "S", "padded_T", "lo", "hi", "section"]
+NUMBERS = ["s_rows", "H", "G", "T", "S", "padded_T", "lo", "hi", "section", "num_parts"]
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
 def queries_kernel(
     desc_q, desc_do, desc_k, desc_v, desc_dq, minus_lse, minus_delta, start, end, s_rows, H, G, T, S, padded_T, lo, hi,
-    scale, sm_scale, section, TABLE: gl.constexpr, ACCUMULATE: gl.constexpr, HAS_EDGES: gl.constexpr,
+    scale, sm_scale, section, num_parts, TABLE: gl.constexpr, ACCUMULATE: gl.constexpr, HAS_EDGES: gl.constexpr,
     REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Compute dQ of a block of queries."""
+    """Compute dQ of a block of queries; with num_parts > 1, of a part of its keys (desc_dq has H * num_parts heads)."""
     BLOCK_Q: gl.constexpr = desc_q.block_type.shape[2]
     BLOCK_D: gl.constexpr = desc_q.block_type.shape[3]
     BLOCK_K: gl.constexpr = desc_k.block_type.shape[2]
@@ -64,6 +64,7 @@ def queries_kernel(
         QueryPassBarriers(q_full, do_full, k_full, k_empty, v_full, v_empty),
         BackwardSizes(H, 0, G, T, S, padded_T, lo, hi, scale, sm_scale, section),
         IntervalMask(start, end, s_rows),
+        num_parts,
         config,
     )
     gl.warp_specialize(
@@ -72,24 +73,32 @@ def queries_kernel(
 
 
 @gluon.jit
-def _find_work(sizes, mask, config, WARPS: gl.constexpr):
-    """Return this program's block of queries (the last blocks come first) and the blocks of keys that it visits."""
+def _find_work(sizes, mask, num_parts, config, WARPS: gl.constexpr):
+    """Return this program's block of queries (the last blocks come first), its part, and the blocks of keys that it
+    visits, which may be none if there are several parts."""
     BLOCK_Q: gl.constexpr = config.BLOCK_Q
     BLOCK_K: gl.constexpr = config.BLOCK_K
     H, T = sizes.H, sizes.T
     ROWS: gl.constexpr = 2 * BLOCK_Q
     num_blocks = gl.cdiv(T, ROWS)
-    i_m, i_bh = tile_position(gl.program_id(0), num_blocks, gl.num_programs(0) // num_blocks, sizes.section)
+    i_part = gl.program_id(0) % num_parts
+    num_heads = gl.num_programs(0) // num_parts // num_blocks
+    i_m, i_bh = tile_position(gl.program_id(0) // num_parts, num_blocks, num_heads, sizes.section)
     m0 = (num_blocks - 1 - i_m) * ROWS
     i_b = i_bh // H
     first, first_full, end_full, last = visible_blocks(
         m0, T, sizes.S, sizes.lo, sizes.hi, mask, i_b, config.TABLE, ROWS, BLOCK_K, WARPS
     )
-    return i_b, i_bh % H, m0, first, first_full, end_full, last
+    share = gl.cdiv(last - first, num_parts)
+    first = gl.minimum(first + i_part * share, last)
+    last = gl.minimum(first + share, last)
+    first_full = gl.minimum(gl.maximum(first_full, first), last)
+    end_full = gl.maximum(gl.minimum(end_full, last), first_full)
+    return i_b, i_bh % H, m0, i_part, first, first_full, end_full, last
 
 
 @gluon.jit
-def _produce(tensors, buffers, barriers, sizes, mask, config):
+def _produce(tensors, buffers, barriers, sizes, mask, num_parts, config):
     """The producer warp: loads Q and dO once, each when it is needed, and K and V of each tile."""
     BLOCK_Q: gl.constexpr = config.BLOCK_Q
     BLOCK_K: gl.constexpr = config.BLOCK_K
@@ -97,7 +106,7 @@ def _produce(tensors, buffers, barriers, sizes, mask, config):
     do_full, k_full, q_full, v_full = barriers.do_full, barriers.k_full, barriers.q_full, barriers.v_full
     do_s, q_s, v_s = buffers.do_s, buffers.q_s, buffers.v_s
     V_STAGES: gl.constexpr = v_s.shape[0]
-    i_b, i_h, m0, first, first_full, end_full, end = _find_work(sizes, mask, config, 1)
+    i_b, i_h, m0, _, first, first_full, end_full, end = _find_work(sizes, mask, num_parts, config, 1)
     i_k = i_h // sizes.G
     mbarrier.expect(q_full, 2 * desc_q.block_type.nbytes)
     tma.async_copy_global_to_shared(desc_q, [i_b, i_h, m0, 0], q_full, q_s.index(0))
@@ -170,13 +179,13 @@ def _step(
 
 
 @gluon.jit
-def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, mask, config):
+def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, mask, num_parts, config):
     """A consumer: 64 of the queries."""
     BLOCK_Q: gl.constexpr = config.BLOCK_Q
     BLOCK_K: gl.constexpr = config.BLOCK_K
     BLOCK_D: gl.constexpr = config.BLOCK_D
     q_s = buffers.q_s
-    i_b, i_h, m0, first, first_full, end_full, end = _find_work(sizes, mask, config, 4)
+    i_b, i_h, m0, i_part, first, first_full, end_full, end = _find_work(sizes, mask, num_parts, config, 4)
     m0 += WG * BLOCK_Q
     n = end - first
     num_edges = n - (end_full - first_full)
@@ -196,5 +205,6 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, mask, config):
         dq = _step(WG, True, j, hidden, dq, *given)
     for j in range(num_edges, n):
         dq = _step(WG, False, j, (), dq, *given)
+    i_h = i_h * num_parts + i_part
     store_output(tensors.desc_dq, i_b, i_h, m0, dq * sizes.sm_scale, q_s.index(WG), config.ACCUMULATE)
     tma.store_wait(0)

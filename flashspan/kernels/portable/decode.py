@@ -8,7 +8,6 @@ only the device knows the number of keys, as inside a CUDA graph, the work is di
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Sequence
 from functools import lru_cache
@@ -32,23 +31,31 @@ from flashspan.kernels.portable.tiles import (
     Tile,
     block_dim,
     early_launch,
+    fill,
     is_small,
     multiprocessors,
     precision,
     starts_early,
 )
+from flashspan.kernels.portable.two_tiles import store_columns, two_tile_loop
 
 FEW, MAX_ROWS, MAX_QUERIES = 16, 64, 128
 """These kernels are used for calls of up to FEW rows (pairs of a query and a head of the group); of up to MAX_ROWS rows
 if there are many keys; of up to MAX_QUERIES queries if there are many keys and forward.py would launch few programs."""
 
+TWO_TILES = 192
+"""The largest head above 128 that is computed as two tiles of columns, of 128 and 64, with more than MAX_ROWS rows."""
+
 RESIDENT = 2
-"""Number of programs of up to MAX_ROWS rows that a multiprocessor runs at once; with heads above 128 and more than FEW
-rows, only one fits."""
+"""Number of programs of up to MAX_ROWS rows, or of two tiles, that a multiprocessor runs at once; with heads above 128
+and FEW to MAX_ROWS rows, only one fits."""
 
 MANY_KEYS = 768
-"""They are also used for calls whose queries see this many keys on average and whose blocks of rows would occupy at
-most a third of the multiprocessors."""
+"""They are also used for calls whose queries see this many keys on average."""
+
+LEAST_PARTS = 3
+"""With more than FEW rows, they are used if so many programs a block of rows run at once: one on a multiprocessor, or
+two of two tiles. With fewer parts, the kernels for many queries are faster."""
 
 AHEAD = 1
 """Number of tiles of keys and values that a program brings into the L2 cache before the previous kernel has ended."""
@@ -88,14 +95,16 @@ def split_kernel(
     q, k, v, part, part_lse, start, end,
     s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ps, s_pb, s_ph, s_pt, s_rows,
     B, H, K, T, S, num_blocks, num_splits, lo, hi, scale,
-    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TABLE: tl.constexpr, ONE: tl.constexpr,
-    NEGATIVE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, BX: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TABLE: tl.constexpr,
+    ONE: tl.constexpr, NEGATIVE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Attention of BM rows of a key head over one part of their keys. ONE: there is one query, so all rows see the same
-    keys. EARLY: this kernel may start before the previous kernel has ended, and the next kernel before this one has
-    ended (programmatic dependent launch). Each waits for the previous kernel before it reads anything. Before it waits,
-    this kernel brings AHEAD tiles of keys and values into the L2 cache. Then the previous kernel may still write to
-    them, and to `start` and `end`, which only move the tiles that are brought."""
+    """Attention of BM rows of a key head over one part of their keys. BX: the columns of a head beyond BD, if it is
+    computed as two tiles (two_tiles.py). ONE: there is one query, so all rows see the same keys. EARLY: this kernel may
+    start before the previous kernel has ended, and the next kernel before this one has ended (programmatic dependent
+    launch). Each waits for the previous kernel before it reads anything. Before it waits, this kernel brings AHEAD
+    tiles of keys and values into the L2 cache. Then the previous kernel may still write to them, and to `start` and
+    `end`, which only move the tiles that are brought."""
     i = tl.program_id(0)
     i_m, i = i % num_blocks, i // num_blocks  # blocks of rows that share keys run side by side
     i_s, i = (i % num_splits).to(tl.int64), i // num_splits
@@ -124,13 +133,17 @@ def split_kernel(
     b_start, b_end, begin, stop = part_of_keys(o_t, T, S, lo, hi, start, end, i_s, num_splits, BN, TABLE, ONE)
 
     # [BM, BD]
-    p_q = q + (i_b * s_qb + o_h * s_qh + o_t.to(tl.int64) * s_qt)[:, None] * UNIT + o_d[None, :]
-    b_q = tl.load(p_q, mask=m_tile, other=0.0)
+    p_q = q + (i_b * s_qb + o_h * s_qh + o_t.to(tl.int64) * s_qt)[:, None] * UNIT
+    b_q = tl.load(p_q + o_d[None, :], mask=m_tile, other=0.0)
     b_acc = tl.zeros([BM, BD], tl.float32)
     b_m = tl.full([BM], float("-inf"), tl.float32)
     b_l = tl.zeros([BM], tl.float32)
     o_n = tl.arange(0, BN)
-    if ONE:
+    if BX:
+        b_acc, b_more, b_m, b_l = two_tile_loop(
+            b_acc, b_m, b_l, b_q, p_q, m_row, k, v, s_ks, s_vs, S, scale, b_start, b_end, D, BD, BX, BN, NEGATIVE
+        )
+    elif ONE:
         for n0 in range(begin, stop, BN):
             b_acc, b_m, b_l = forward_step(
                 b_acc, b_m, b_l, b_q, q, 0, o_r, 0, T, k, v, n0, o_n, s_ks, s_vs, stop, scale, b_start, b_end, 0, 0, q,
@@ -151,8 +164,11 @@ def split_kernel(
             )  # fmt: skip
 
     b_out, b_lse = finished(b_acc, b_m, b_l)
-    p_part = part + (i_s * s_ps + i_b * s_pb + o_h * s_ph + o_t.to(tl.int64) * s_pt)[:, None] * UNIT + o_d[None, :]
-    tl.store(p_part, b_out.to(part.dtype.element_ty), mask=m_tile)
+    p_rows = part + (i_s * s_ps + i_b * s_pb + o_h * s_ph + o_t.to(tl.int64) * s_pt)[:, None] * UNIT
+    tl.store(p_rows + o_d[None, :], b_out.to(part.dtype.element_ty), mask=m_tile)
+    if BX:
+        b_out, _ = finished(b_more, b_m, b_l)
+        store_columns(p_rows, b_out, m_row, D, BD, BX)
     tl.store(part_lse + ((i_s * B + i_b) * H + o_h) * T + o_t, b_lse, mask=m_row)
 
 
@@ -208,11 +224,14 @@ def takes(q: Tensor, k: Tensor, mask: Mask, dropout: Dropout | None = None) -> b
     if q.dtype == torch.float32 and D > 128:  # these kernels would need too many registers
         return False
     chip = multiprocessors(q.device)
+    size = few_tile(rows, D, q.element_size(), q.device)
+    slots = chip * RESIDENT if in_two_tiles(size) else chip
+    if LEAST_PARTS * B * K * triton.cdiv(rows, size.block_q) > slots:
+        return False
     few_programs = B * H * triton.cdiv(T, 128) < chip
     if S >= 8 * T and (rows <= MAX_ROWS or (T <= MAX_QUERIES and few_programs)):
         return True
-    most_idle = 3 * B * K * triton.cdiv(rows, few_tile(rows, D, q.element_size(), q.device).block_q) <= chip
-    return most_idle and isinstance(mask, Band) and count(mask, T, S) >= MANY_KEYS * T
+    return isinstance(mask, Band) and count(mask, T, S) >= MANY_KEYS * T
 
 
 def forward(
@@ -282,7 +301,15 @@ def _launches(
     return launches
 
 
-def split_launch(q: Tensor, k: Tensor, v: Tensor, part: Tensor, part_lse: Tensor, mask: Mask, scale: float) -> Launch:
+def split_launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    part: Tensor,
+    part_lse: Tensor,
+    mask: Mask,
+    scale: float,
+) -> Launch:
     """The launch that computes part [num_splits, B, H, T, D] and part_lse [num_splits, B, H, T], or, without the first
     dimension, the output itself."""
     (B, H, T, D), (K, S) = q.shape, k.shape[1:3]
@@ -297,6 +324,7 @@ def split_launch(q: Tensor, k: Tensor, v: Tensor, part: Tensor, part_lse: Tensor
         for length, step in zip(x.shape[:-1], x.stride()[:-1], strict=True)
     ]
     early = starts_early(q.device)
+    wide, more = (size.slice, TWO_TILES - size.slice) if in_two_tiles(size) else (block_dim(D), 0)
     unit = UNIT if all(step % UNIT == 0 for step in steps) else 1
     return Launch(
         split_kernel,
@@ -306,7 +334,7 @@ def split_launch(q: Tensor, k: Tensor, v: Tensor, part: Tensor, part_lse: Tensor
             B, H, K, T, S, num_blocks, num_splits, lo, hi, scale * LOG2E,
         ),
         {
-            "D": D, "BD": block_dim(D), "BM": size.block_q, "BN": size.block_k, "TABLE": table, "ONE": T == 1,
+            "D": D, "BD": wide, "BX": more, "BM": size.block_q, "BN": size.block_k, "TABLE": table, "ONE": T == 1,
             "NEGATIVE": scale < 0, "UNIT": unit, "PRECISION": precision(q.device), "EARLY": early, "AHEAD": AHEAD,
             "num_warps": size.num_warps, "num_stages": size.num_stages, **early_launch(early),
         },
@@ -336,9 +364,16 @@ def few_tile(rows: int, head_dim: int, itemsize: int, device: torch.device) -> T
     num_stages = 2 if is_small(device) or (itemsize == 4 and wide == 256) else 3
     if rows <= FEW:
         return Tile(FEW, block_k, block_k, 8 if itemsize == 4 and wide == 256 else 4, num_stages)
+    if rows > MAX_ROWS and itemsize == 2 and 128 < head_dim <= TWO_TILES and not is_small(device):
+        return Tile(64, 32, 32, 4, 2, slice=128)
     block_k = min(block_k, 128 // itemsize)  # a wider tile needs too many registers
     many = rows > 64 and itemsize == 2 and wide < 256 and not is_small(device)
     return Tile(128 if many else 64, block_k, block_k, 8 if many or wide >= 128 else 4, num_stages)
+
+
+def in_two_tiles(size: Tile) -> bool:
+    """Whether a head is computed as two tiles of columns. Two such programs fit on a multiprocessor."""
+    return size.slice == 128
 
 
 def count_splits(q: Tensor, k: Tensor, mask: Mask) -> int:
@@ -354,21 +389,9 @@ def count_splits(q: Tensor, k: Tensor, mask: Mask) -> int:
         rounds = 4
     streams = B * K * triton.cdiv(rows, size.block_q)
     tiles, chip = triton.cdiv(S, size.block_k), multiprocessors(q.device)
-    if rows > MAX_ROWS:  # a multiprocessor runs one program at a time, and a second round costs more than it gains
+    if rows > MAX_ROWS and not in_two_tiles(
+        size
+    ):  # a multiprocessor runs one program at a time, and a second round costs more than it gains
         return max(1, min(tiles // 2, chip // streams))
-    resident = 1 if rows > FEW and block_dim(D) > 128 else RESIDENT
+    resident = 1 if FEW < rows <= MAX_ROWS and block_dim(D) > 128 else RESIDENT
     return fill(streams, tiles, rounds * resident * chip)
-
-
-@lru_cache(4096)
-def fill(num_streams: int, num_tiles: int, slots: int) -> int:
-    """The least number of parts that keeps a GPU within 95% of the best utilisation that any number of parts reaches.
-
-    The GPU runs `slots` programs at once, and in the last round most slots may be empty.
-    """
-    most = max(1, min(num_tiles // 2, 4 * slots // num_streams))
-    busy = []
-    for num_splits in range(1, most + 1):
-        rounds = num_streams * num_splits / slots
-        busy.append(rounds / math.ceil(rounds))
-    return 1 + next(i for i, share in enumerate(busy) if share >= 0.95 * max(busy))

@@ -42,7 +42,7 @@ def forward_block(
     s_rows, lo, hi, H, K, T, S, scale, threshold, gain, stream, batch_stride,
     D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
     TABLE: tl.constexpr, CARRY: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
-    NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
+    NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, ES: tl.constexpr,
 ):  # fmt: skip
     """Compute output and lse of queries m0 to m0 + BM of one head."""
     i_k = i_h // (H // K)
@@ -68,7 +68,7 @@ def forward_block(
             b_end, b_row, column_word, kpos, threshold, gain, D, BD, BC, False, False, DROPOUT, POSITIONS, NEGATIVE,
             PRECISION,
         )  # fmt: skip
-    for i_tile in tl.range(0, num_before + num_after, num_stages=1):
+    for i_tile in tl.range(0, num_before + num_after, num_stages=ES):
         n0 = edge_tile(i_tile, edge, num_before, full_end, BE)
         b_acc, b_m, b_l = forward_step(
             b_acc, b_m, b_l, b_q, q, m0, o_r, s_qt, T, k, v, n0, tl.arange(0, BE), s_ks, s_vs, S, scale, b_start,
@@ -86,14 +86,14 @@ def forward_kernel(
     s_rows, lo, hi, H, K, T, S, scale, threshold, gain, stream, batch_stride,
     D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
     TABLE: tl.constexpr, CARRY: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
-    NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
+    NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, ES: tl.constexpr,
 ):  # fmt: skip
     i_b, i_h, m0 = query_block(tl.program_id(0), H, T, BM)
     forward_block(
         i_b, i_h, m0, q, k, v, out, lse, start, end, seed, qpos, kpos,
         s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ob, s_oh, s_ot,
         s_rows, lo, hi, H, K, T, S, scale, threshold, gain, stream, batch_stride,
-        D, BD, BC, BM, BN, BE, TABLE, CARRY, DROPOUT, POSITIONS, NEGATIVE, PRECISION,
+        D, BD, BC, BM, BN, BE, TABLE, CARRY, DROPOUT, POSITIONS, NEGATIVE, PRECISION, ES,
     )  # fmt: skip
 
 
@@ -104,7 +104,7 @@ def repair_kernel(
     s_rows, lo, hi, H, K, T, S, scale, threshold, gain, stream, batch_stride,
     D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
     TABLE: tl.constexpr, CARRY: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
-    NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, STRETCH: tl.constexpr,
+    NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, ES: tl.constexpr, STRETCH: tl.constexpr,
 ):  # fmt: skip
     """Compute the blocks of queries whose flags are not 0: see steps.repair."""
     end_flag = flagged_end(flags, num_flags, STRETCH)
@@ -116,7 +116,7 @@ def repair_kernel(
                 i_b, i_h, m0, q, k, v, out, lse, start, end, seed, qpos, kpos,
                 s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ob, s_oh, s_ot,
                 s_rows, lo, hi, H, K, T, S, scale, threshold, gain, stream, batch_stride,
-                D, BD, BC, BM, BN, BE, TABLE, CARRY, DROPOUT, POSITIONS, NEGATIVE, PRECISION,
+                D, BD, BC, BM, BN, BE, TABLE, CARRY, DROPOUT, POSITIONS, NEGATIVE, PRECISION, ES,
             )  # fmt: skip
 
 
@@ -173,6 +173,8 @@ def forward_launch(
     numbers = (*strides(q, k, v, out), *loop.numbers, H, K, T, S, scale * LOG2E, *drop)
     constants = {"CARRY": carry, "NEGATIVE": scale < 0, **loop.constants, **common_constants(q, dropout)}
     constants |= loop.size.constants(D)
+    if not blocks:
+        constants["ES"] = loop.size.edge_stages
     kernel = sparse_forward_kernel if blocks else forward_kernel
     launch = Launch(kernel, (loop.num_blocks * B * H,), (*tensors, *numbers), constants)
     if only is None:

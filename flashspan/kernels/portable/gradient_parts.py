@@ -5,10 +5,14 @@ key heads, or few keys, there are fewer such tiles than multiprocessors, or most
 tiles. A key head is then split into `parts` heads with the same K and V. Each of them has an equal part of the query
 heads or, if each query head has its own keys, an equal part of the queries. Their dK and dV are float32,
 [B, K * parts, S, D], and one kernel adds them in a fixed order, so deterministic gradients stay deterministic.
+
+In calls with few queries, keys are divided too, and dq [B, H * parts, T, D] is added in the same way: see few_rows.py,
+few_tiles.py and hopper/two_pass.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -17,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flashspan.kernels.launch.launch import Launch
-from flashspan.kernels.portable.common import load_tile, store_tile
+from flashspan.kernels.portable.common import key_block, load_tile, store_tile
 from flashspan.kernels.portable.tiles import block_dim
 
 ROUNDS = 1.9
@@ -67,10 +71,10 @@ def count_equal_parts(group: int, num_tiles: int, num_blocks: int, multiprocesso
     return min([1, *allowed], key=steps)
 
 
-def empty_parts(k: Tensor, parts: int) -> Tensor:
-    """An empty tensor for dK or dV of all parts."""
-    B, K, S, D = k.shape
-    return torch.empty(B, K * parts, S, D, dtype=torch.float32, device=k.device)
+def empty_parts(x: Tensor, parts: int) -> Tensor:
+    """An empty tensor for the gradient of x of all parts."""
+    B, heads, length, D = x.shape
+    return torch.empty(B, heads * parts, length, D, dtype=torch.float32, device=x.device)
 
 
 @triton.jit(do_not_specialize=["K", "S", "num_parts"])
@@ -105,4 +109,52 @@ def add_parts_launch(dk_parts: Tensor, dv_parts: Tensor, dk: Tensor, dv: Tensor,
         (triton.cdiv(S, block) * B * K,),
         (dk_parts, dv_parts, dk, dv, *dk.stride()[:3], *dv.stride()[:3], K, S, dk_parts.shape[1] // K),
         {"D": D, "BD": wide, "BN": block, "ADD": accumulate, "num_warps": 4},
+    )
+
+
+@triton.jit
+def add_block(
+    parts, grad, i, s_b, s_h, s_row, heads, rows, num_parts, D: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Add the parts of block i of the rows of a gradient, in a fixed order."""
+    i_b, i_h, row = key_block(i, heads, rows, BLOCK)
+    i_h = i_h.to(tl.int64)
+    o_r = tl.arange(0, BLOCK)
+    step = tl.cast(rows, tl.int64) * D
+    parts += (i_b * heads + i_h) * num_parts * step
+    b = tl.zeros([BLOCK, BD], tl.float32)
+    for i_part in range(num_parts):
+        b += load_tile(parts + i_part * step, row, o_r, D, rows, D, BD, True)
+    store_tile(grad + i_b * s_b + i_h * s_h, row, o_r, s_row, rows, b, D, BD, False)
+
+
+@triton.jit(do_not_specialize=["H", "K", "T", "S", "query_parts", "key_parts", "num_dq", "num_dk"])
+def add_gradients_kernel(
+    dq_parts, dk_parts, dv_parts, dq, dk, dv, s_dqb, s_dqh, s_dqt, s_dkb, s_dkh, s_dks, s_dvb, s_dvh, s_dvs,
+    H, K, T, S, query_parts, key_parts, num_dq, num_dk, D: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add the parts of a block of rows: of dq in the first num_dq programs, of dk in the next num_dk, else of dv."""
+    i = tl.program_id(0)
+    if i < num_dq:
+        add_block(dq_parts, dq, i, s_dqb, s_dqh, s_dqt, H, T, key_parts, D, BD, BLOCK)
+    elif i < num_dq + num_dk:
+        add_block(dk_parts, dk, i - num_dq, s_dkb, s_dkh, s_dks, K, S, query_parts, D, BD, BLOCK)
+    else:
+        add_block(dv_parts, dv, i - num_dq - num_dk, s_dvb, s_dvh, s_dvs, K, S, query_parts, D, BD, BLOCK)
+
+
+def add_gradients_launch(parts: Sequence[Tensor], grads: Sequence[Tensor]) -> Launch:
+    """The launch that writes the sums of the parts of dq, dk and dv. A gradient that is its own single part is left as
+    it is."""
+    (B, H, T, D), (K, S), wide = grads[0].shape, grads[1].shape[1:3], block_dim(grads[0].shape[-1])
+    key_parts, query_parts = parts[0].shape[1] // H, parts[1].shape[1] // K
+    block = max(8, 2048 // wide)
+    num_dq = triton.cdiv(T, block) * B * H if key_parts > 1 else 0
+    num_dk = triton.cdiv(S, block) * B * K if query_parts > 1 else 0
+    steps = [step for x in grads for step in x.stride()[:3]]
+    return Launch(
+        add_gradients_kernel,
+        (num_dq + 2 * num_dk,),
+        (*parts, *grads, *steps, H, K, T, S, query_parts, key_parts, num_dq, num_dk),
+        {"D": D, "BD": wide, "BLOCK": block, "num_warps": 4},
     )

@@ -8,8 +8,9 @@ found by compiling.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -26,7 +27,9 @@ class Tile:
     num_stages: int
     slice: int = 256
     edge_slice: int = 256  # slice in the partial tiles of a block map
-    edge_stages: int = 1  # pipeline stages of edge tiles in passes over keys
+    edge_stages: int = 1  # pipeline stages of edge tiles in forward and in passes over keys
+    query_parts: int = 1  # programs of a block of keys, each with a part of the queries (few_tiles.py)
+    key_parts: int = 1  # programs of a block of queries, each with a part of the keys (few_tiles.py)
 
     def within(self, block: tuple[int, int]) -> Tile:
         """This tile, cut to a block of queries and keys."""
@@ -183,3 +186,17 @@ def key_passes(q: Tensor, *, bits: bool = False, dropout: bool = False) -> dict[
     fused = ("dk dv", q.element_size(), block_dim(q.shape[-1])) in TABLE
     names = ("dk dv",) if fused else ("dk", "dv")
     return {name: tile(name, q, bits=bits, dropout=dropout) for name in names}
+
+
+@lru_cache(4096)
+def fill(num_streams: int, num_tiles: int, slots: int) -> int:
+    """The least number of parts that keeps a GPU within 95% of the best utilisation that any number of parts reaches.
+
+    The GPU runs `slots` programs at once, and in the last round most slots may be empty.
+    """
+    most = max(1, min(num_tiles // 2, 4 * slots // num_streams))
+    busy = []
+    for num_splits in range(1, most + 1):
+        rounds = num_streams * num_splits / slots
+        busy.append(rounds / math.ceil(rounds))
+    return 1 + next(i for i, share in enumerate(busy) if share >= 0.95 * max(busy))

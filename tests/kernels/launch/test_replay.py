@@ -253,12 +253,14 @@ def test_temporary_tensors_do_not_overlap() -> None:
 
 @pytest.mark.parametrize("repeatable", [False, True])
 @pytest.mark.parametrize("heads", [(2, 2), (8, 1)])
+@pytest.mark.parametrize(("length", "head_dim"), [(300, 64), (600, 160)])
 def test_a_repeated_backward_launches_what_backward_launches(
-    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int], repeatable: bool
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, length: int, head_dim: int, heads: tuple[int, int], repeatable: bool
 ) -> None:
+    """At 160, the keys of the pass for dq are divided."""
     H, K = heads
-    q, k, v, dout, out = (torch.zeros(1, n, 300, 64).half() for n in (H, K, K, H, H))
-    lse, problem = torch.zeros(1, H, 300), Problem(CAUSAL, 0.125, deterministic=repeatable)
+    q, k, v, dout, out = (torch.zeros(1, n, length, head_dim).half() for n in (H, K, K, H, H))
+    lse, problem = torch.zeros(1, H, length), Problem(CAUSAL, 0.125, deterministic=repeatable)
     tensors = (dout, q, k, v, out, lse)
     assert gpu.hopper.repeat_backward(*tensors, problem) is None, "nothing has run yet"
     into = {name: torch.empty_like(x) for name, x in (("dq", q), ("dk", k), ("dv", v))}
@@ -272,15 +274,18 @@ def test_a_repeated_backward_launches_what_backward_launches(
     repeated, gpu.seen = gpu.seen, []
     (addresses,) = launched
     meta = [x.to("meta") for x in (q, k, v)]
-    parts = gpu.hopper.count_key_parts(q, k, CAUSAL, False, not repeatable)
-    made = gpu.hopper._backward_tensors(*meta[:2], parts, False, repeatable, *meta)
+    two_passes = repeatable or head_dim > 128
+    parts = gpu.hopper.count_key_parts(q, k, CAUSAL, False, not two_passes)
+    dq_parts = gpu.hopper.count_dq_parts(q, k, CAUSAL, False)
+    assert dq_parts == (2 if head_dim > 128 else 1)
+    made = gpu.hopper._backward_tensors(*meta[:2], parts, dq_parts, False, two_passes, *meta)
     outputs = [tensor_at(address, x) for address, x in zip(addresses[9:], made, strict=True)]
-    values = (problem.scale, False, repeatable, True)
+    values = (problem.scale, False, two_passes, True)
     inputs = (dout, q, k, v, lse, out, *grads)
     for launch in gpu.hopper._backward_launches((*inputs, *outputs), *CAUSAL.packed.what, *values):
         launch()
     assert repeated == gpu.seen
-    assert len(repeated) == 3 + (H > K)
+    assert len(repeated) == 3 + (H > K or dq_parts > 1)
     assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
     odd = torch.zeros(dout.numel() + 1).half()[1:].view_as(dout)
     assert repeat(odd, *tensors[1:], CAUSAL) is None, "not on 16 bytes"
