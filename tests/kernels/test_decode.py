@@ -176,6 +176,9 @@ def test_calls_with_few_queries_are_taken_and_no_others(monkeypatch: pytest.Monk
     assert not taken(4, 12, 12, 60, 1742, 128, mask=causal(60, 1742))
     assert not taken(16, 8, 8, 30, 700, 64)
     assert taken(16, 8, 8, 16, 700, 64)
+    # If heads share keys, the kernels for many queries would load the keys for each head.
+    assert taken(32, 32, 8, 8, 8192, 128)
+    assert not taken(32, 32, 8, 8192, 8192, 128)
     # Heads as two tiles: two programs run on a multiprocessor.
     assert taken(2, 5, 5, 300, 5000, 160)
     assert not taken(2, 5, 5, 300, 5000, 256)

@@ -55,7 +55,8 @@ MANY_KEYS = 768
 
 LEAST_PARTS = 3
 """With more than FEW rows, they are used if so many programs a block of rows run at once: one on a multiprocessor, or
-two of two tiles. With fewer parts, the kernels for many queries are faster."""
+two of two tiles. With fewer parts, the kernels for many queries are faster; but not if few queries of several heads
+share keys, which those kernels would load for each head."""
 
 AHEAD = 1
 """Number of tiles of keys and values that a program brings into the L2 cache before the previous kernel has ended."""
@@ -226,12 +227,11 @@ def takes(q: Tensor, k: Tensor, mask: Mask, dropout: Dropout | None = None) -> b
     chip = multiprocessors(q.device)
     size = few_tile(rows, D, q.element_size(), q.device)
     slots = chip * RESIDENT if in_two_tiles(size) else chip
-    if LEAST_PARTS * B * K * triton.cdiv(rows, size.block_q) > slots:
-        return False
+    many_parts = LEAST_PARTS * B * K * triton.cdiv(rows, size.block_q) <= slots
     few_programs = B * H * triton.cdiv(T, 128) < chip
     if S >= 8 * T and (rows <= MAX_ROWS or (T <= MAX_QUERIES and few_programs)):
-        return True
-    return isinstance(mask, Band) and count(mask, T, S) >= MANY_KEYS * T
+        return many_parts or H > K
+    return many_parts and isinstance(mask, Band) and count(mask, T, S) >= MANY_KEYS * T
 
 
 def forward(
