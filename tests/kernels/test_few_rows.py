@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashspan.kernels import hopper, promise
+from flashspan import promise
+from flashspan.kernels import hopper
 from flashspan.kernels.contract import Problem
 from flashspan.kernels.failure import KernelFailed
 from flashspan.kernels.launch.compiling import launches_of

@@ -25,7 +25,8 @@ FUSED = ("flash", "fmha", "scaled_dot_product", "sdpa")
 # Our attention kernels: those with matmuls, and those that run before and after them.
 PASSES = ("forward", "backward", "gradients", "keys", "queries", "repair")
 OURS = {f"{kind}{word}_kernel" for kind in ("", "sparse_", "lists_") for word in PASSES}
-OURS |= {f"{word}_kernel" for word in ("float16", "delta", "rows", "cast", "split", "combine", "add_parts")}
+AROUND = ("float16", "delta", "rows", "cast", "split", "combine", "few_rows", "add_parts", "add_gradients")
+OURS |= {f"{word}_kernel" for word in AROUND}
 # Our matmuls: of a layer (ops), and of a decode step.
 MATMULS = {f"{word}_kernel" for word in ("projection", "gated", "gated_backward", "sum", "project", "add", "head")}
 INSIDE = r"\b\w+(?:Functor\w*|Ops|_kernel\w*|_cuda)\b"
