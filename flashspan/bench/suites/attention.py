@@ -244,21 +244,23 @@ def markdown(rows: list[record.Row]) -> str:
 
 
 def error_lines(rows: list[record.Row]) -> list[str]:
-    """A table of the page with the errors of one commit, the newest that measured the first shape. Errors of other
-    commits are of other code."""
-    commit = [row.commit for row in rows if row.impl == "flashspan" and row.shape == rows[0].shape][-1]
-    by = {(row.shape, row.impl): row for row in rows if row.kind == "forward" and row.commit == commit}
+    """A table of the page with the errors of each shape. Implementations are compared in one commit, the newest that
+    measured flashspan on the shape: errors of other commits may be of other code."""
+    newest = {row.shape: row.commit for row in rows if row.impl == "flashspan"}
+    found = [row for row in rows if row.kind == "forward" and row.commit == newest.get(row.shape)]
+    by = {(row.shape, row.impl): row for row in found}
     impls = list(dict.fromkeys(impl for _, impl in by))
     lines = [
         "Relative error of the output in 1e-3, compared with float32 arithmetic on evenly spaced queries; "
-        "rows of the newest commit only ([why flashspan's is smaller](../kernels.md#the-maximum-and-float16-v)).",
+        "for each shape, rows of the newest commit that measured it "
+        "([why flashspan's is smaller](../kernels.md#the-maximum-and-float16-v)).",
         "",
         "| shape | " + " | ".join(impls) + " |",
         "| --- " * (1 + len(impls)) + "|",
     ]
-    for shape in dict.fromkeys(shape for shape, _ in by):
-        found = [by.get((shape, impl)) for impl in impls]
-        lines.append(f"| {shape} | " + " | ".join(f"{row.error * 1e3:.3f}" if row else "-" for row in found) + " |")
+    for shape in dict.fromkeys(row.shape for row in rows if row.shape in newest):
+        cells = [by.get((shape, impl)) for impl in impls]
+        lines.append(f"| {shape} | " + " | ".join(f"{row.error * 1e3:.3f}" if row else "-" for row in cells) + " |")
     return lines
 
 
