@@ -26,6 +26,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashspan.kernels.launch.launch import Launch
+from flashspan.kernels.portable.common import prefetch
 from flashspan.kernels.portable.tiles import early_launch, is_small, precision, starts_early
 
 MAX_ROWS = 16
@@ -66,9 +67,7 @@ def await_inputs(p_rows, K: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constex
         LINE: tl.constexpr = 128 // (p_rows.dtype.element_ty.primitive_bitwidth // 8)
         o_k = tl.minimum(tl.arange(0, AHEAD // LINE) * LINE, K - 1)
         p_lines = (p_rows[:, None] + o_k[None, :]).to(tl.int64)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [p_lines], dtype=tl.int32, is_pure=False, pack=1
-        )
+        prefetch(p_lines)
         gdc_launch_dependents()
         gdc_wait()
 

@@ -256,6 +256,12 @@ def prefetch_rows(p, o, stride, D: tl.constexpr):
     LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(D, LINE))
     o_line = tl.minimum(tl.arange(0, LINES) * LINE, D - 1)
     p_lines = (p + o.to(tl.int64)[:, None] * stride + o_line[None, :]).to(tl.int64)
+    prefetch(p_lines)
+
+
+@triton.jit
+def prefetch(p_lines):
+    """Bring the 128-byte lines at these addresses, int64, into the L2 cache."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [p_lines], dtype=tl.int32, is_pure=False, pack=1
     )

@@ -79,6 +79,26 @@ def column_words(p_seed, stream, o_k, p_kpos, S, DROPOUT: tl.constexpr, POSITION
 
 
 @triton.jit
+def softmax_step(b_s, m_s, b_m, b_l, scale, MASKED: tl.constexpr, NEGATIVE: tl.constexpr):
+    """The online softmax of a tile of scores: return P, the factor of earlier sums, and the new maximum and sum of each
+    row. MASKED: only the scores m_s count."""
+    if MASKED:
+        b_s = tl.where(m_s, b_s * scale, float("-inf"))
+        b_new = tl.maximum(b_m, tl.max(b_s, 1))
+        # A row that has seen no key keeps m = -inf. Subtract 0 instead, so that its P is exp2(-inf) = 0.
+        b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
+        b_p = tl.exp2(b_s - b_shift[:, None])
+        b_alpha = tl.exp2(b_m - b_shift)
+    else:
+        # One fused multiply-add per score: the maximum is scaled, not the scores.
+        b_top = tl.min(b_s, 1) if NEGATIVE else tl.max(b_s, 1)
+        b_new = tl.maximum(b_m, b_top * scale)
+        b_p = tl.exp2(b_s * scale - b_new[:, None])
+        b_alpha = tl.exp2(b_m - b_new)
+    return b_p, b_alpha, b_new, b_l * b_alpha + tl.sum(b_p, 1)
+
+
+@triton.jit
 def forward_step(
     b_acc, b_m, b_l, b_q, p_q, m0, o_m, s_qt, T, p_k, p_v, n0, o_n, s_ks, s_vs, S, scale, b_start, b_end, b_row,
     column_word, p_kpos, threshold, gain, D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, MASKED: tl.constexpr,
@@ -102,19 +122,9 @@ def forward_step(
             m_s = bit_tile(b_start, b_end, o_n.shape[0])
         else:
             m_s = (o_k[None, :] >= b_start[:, None]) & (o_k[None, :] < b_end[:, None])
-        b_s = tl.where(m_s, b_s * scale, float("-inf"))
-        b_new = tl.maximum(b_m, tl.max(b_s, 1))
-        # A row that has seen no key keeps m = -inf. Subtract 0 instead, so that its P is exp2(-inf) = 0.
-        b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
-        b_p = tl.exp2(b_s - b_shift[:, None])
-        b_alpha = tl.exp2(b_m - b_shift)
     else:
-        # One fused multiply-add per score: the maximum is scaled, not the scores.
-        b_top = tl.min(b_s, 1) if NEGATIVE else tl.max(b_s, 1)
-        b_new = tl.maximum(b_m, b_top * scale)
-        b_p = tl.exp2(b_s * scale - b_new[:, None])
-        b_alpha = tl.exp2(b_m - b_new)
-    b_l = b_l * b_alpha + tl.sum(b_p, 1)
+        m_s = b_s  # not read
+    b_p, b_alpha, b_m, b_l = softmax_step(b_s, m_s, b_m, b_l, scale, MASKED, NEGATIVE)
     if DROPOUT:
         b_word = mix(b_row[:, None] ^ dropout_word(column_word, o_k, p_kpos, S, POSITIONS)[None, :])
         b_p = tl.where(b_word >= threshold, b_p * gain, 0.0)
@@ -127,7 +137,7 @@ def forward_step(
         b_acc += tl.sum(tl.where(m_s, b_taint[None, :], 0.0), 1)[:, None]
         b_v = finite(b_v).to(b_v.dtype)
     b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=PRECISION)
-    return b_acc, b_new, b_l
+    return b_acc, b_m, b_l
 
 
 def repair(launch: Launch, kernel: Any, flags: Tensor) -> Launch:

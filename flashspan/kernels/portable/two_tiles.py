@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from flashspan.kernels.portable.common import edge_tile, finite, load_tile, tile_ranges
+from flashspan.kernels.portable.steps import softmax_step
 
 
 @triton.jit
@@ -30,17 +31,9 @@ def two_tile_step(
     b_s = tl.dot(b_x, tl.trans(load_columns(k, n0, o_n, s_ks, S, BD, BX, D, MASKED)), b_s)
     if MASKED:
         m_s = ((n0 + o_n)[None, :] >= b_start[:, None]) & ((n0 + o_n)[None, :] < b_end[:, None])
-        b_s = tl.where(m_s, b_s * scale, float("-inf"))
-        b_new = tl.maximum(b_m, tl.max(b_s, 1))
-        b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
-        b_p = tl.exp2(b_s - b_shift[:, None])
-        b_alpha = tl.exp2(b_m - b_shift)
     else:
-        b_top = tl.min(b_s, 1) if NEGATIVE else tl.max(b_s, 1)
-        b_new = tl.maximum(b_m, b_top * scale)
-        b_p = tl.exp2(b_s * scale - b_new[:, None])
-        b_alpha = tl.exp2(b_m - b_new)
-    b_l = b_l * b_alpha + tl.sum(b_p, 1)
+        m_s = b_s  # not read
+    b_p, b_alpha, b_m, b_l = softmax_step(b_s, m_s, b_m, b_l, scale, MASKED, NEGATIVE)
     # [BN, BD], [BN, BX]
     b_v = load_tile(v, n0, o_n, s_vs, S, BD, BD, MASKED)
     b_vx = load_columns(v, n0, o_n, s_vs, S, BD, BX, D, MASKED)
@@ -51,7 +44,7 @@ def two_tile_step(
         b_acc, b_more = b_acc + b_taint[:, None], b_more + b_taint[:, None]
         b_v, b_vx = finite(b_v).to(b_v.dtype), finite(b_vx).to(b_vx.dtype)
     b_p = b_p.to(b_v.dtype)
-    return tl.dot(b_p, b_v, b_acc), tl.dot(b_p, b_vx, b_more), b_new, b_l
+    return tl.dot(b_p, b_v, b_acc), tl.dot(b_p, b_vx, b_more), b_m, b_l
 
 
 @triton.jit
