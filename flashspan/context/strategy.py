@@ -57,6 +57,9 @@ from flashspan.kernels.masks import EVERYTHING, Blocks, Mask, Rows
 PLANS_KEPT = 32
 MESSAGE_BYTES = 2**20  # bytes of keys and values in one transfer between CPUs, unless `head_chunks` is given
 
+_NO_MASK: tuple[object, list[int]] = (None, [])
+"""The last call's mask and the versions of its tensors, if there was none with tensors."""
+
 
 def context_parallel(
     group: dist.ProcessGroup | DeviceMesh | None,
@@ -149,7 +152,7 @@ class ContextAttention:
         self.local: LocalAttention = Chosen(settings.backend, settings.deterministic)
         self._attend_alone = partial(attention, backend=settings.backend, deterministic=settings.deterministic)
         self._cores: OrderedDict[Any, Core] = OrderedDict()
-        self._versions: tuple[object, list[int]] = (None, [])  # of the last call's mask
+        self._versions = _NO_MASK
         self._digested: tuple[object, int] = (None, digest(None))
 
     def __call__(
@@ -204,10 +207,13 @@ class ContextAttention:
 
     def _check_mask(self, mask: object) -> None:
         """RuntimeError if the mask was used in the last call and has been changed since."""
+        if not isinstance(mask, (Rows, Blocks)):
+            self._versions = _NO_MASK
+            return
         last, versions = self._versions
-        if isinstance(mask, (Rows, Blocks)) and mask is last:
+        if mask is last:
             check_unchanged(mask, versions)
-        self._versions = mask, mask_versions(mask) if isinstance(mask, (Rows, Blocks)) else []
+        self._versions = mask, mask_versions(mask)
 
     def __deepcopy__(self, memo: object) -> ContextAttention:
         """Return self: a copy of a model uses the same group."""

@@ -268,7 +268,7 @@ def chart(rows: Sequence[Row]) -> str:
     series = {name: [each.ratio for each in fair if each.ours.kind == kind] for kind, name in KINDS.items()}
     label = "attention on random shapes"
     inside = {name: [_inside(ratio) for ratio in ratios] for name, ratios in series.items() if ratios}
-    x = "time of PyTorch's fastest / flashspan's; the outermost bars include all ratios beyond them"
+    x = "time of PyTorch's fastest / flashspan's\n(the outermost bars include all ratios beyond them)"
     figure = plots.histogram(inside, EDGES, title=f"{label}\nbf16, {rows[-1].device}", x=x, y="shapes")
     return plots.to_svg(figure, label)
 
