@@ -80,17 +80,18 @@ def test_keeps_the_promise(name: str) -> None:
 
 @interpreted
 @pytest.mark.parametrize(
-    ("shape", "mask"),
+    ("shape", "mask", "scale"),
     [
-        (Shape(1, 1, 1, 70, 333, 160), causal(70, 333)),
-        (Shape(1, 4, 2, 33, 170, 136), Band(20, 100)),
-        (Shape(1, 3, 1, 23, 301, 192), EVERYTHING),
-        (Shape(2, 2, 1, 35, 150, 160), ragged([150, 41], 35, 150)),
-        (Shape(1, 2, 1, 50, 200, 160), Band(None, -7)),
+        (Shape(1, 1, 1, 70, 333, 160), causal(70, 333), 0.1),
+        (Shape(1, 1, 1, 70, 333, 160), causal(70, 333), -0.1),
+        (Shape(1, 4, 2, 33, 170, 136), Band(20, 100), 0.1),
+        (Shape(1, 3, 1, 23, 301, 192), EVERYTHING, 0.1),
+        (Shape(1, 3, 1, 23, 301, 192), EVERYTHING, -0.1),
+        (Shape(2, 2, 1, 35, 150, 160), ragged([150, 41], 35, 150), 0.1),
+        (Shape(1, 2, 1, 50, 200, 160), Band(None, -7), 0.1),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("scale", [0.1, -0.1])
 def test_a_head_as_two_tiles(shape: Shape, mask: Mask, scale: float) -> None:
     """Heads of 129 to 192, as 128 columns and 64."""
     x = make_inputs(shape, seed=9, dtype=torch.float16)
