@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from flashspan.kernels.failure import KernelFailed
+from flashspan.kernels.failure import KernelFailed, give_up
 
 FAILED: list[str] = []
 """The error with which the kernel of `most_probable` failed on this machine, after which it is not tried again."""
@@ -82,10 +81,5 @@ def most_probable(logits: Tensor, ended: Tensor, not_finite: Tensor, ends: Tenso
     try:
         return kernel.most_probable(logits, ended, not_finite, ends)
     except KernelFailed as failure:
-        FAILED.append(str(failure))
-        warnings.warn(
-            f"the kernel for greedy decoding is off and PyTorch is used: the kernel {failure}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        give_up(FAILED, failure, "the kernel for greedy decoding is off and PyTorch is used: the kernel {}")
         return None

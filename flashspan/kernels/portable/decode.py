@@ -8,7 +8,6 @@ only the device knows the number of keys, as inside a CUDA graph, the work is di
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -20,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashspan.kernels.contract import Carry, Problem, Repeat
 from flashspan.kernels.dropout import Dropout
-from flashspan.kernels.failure import KernelFailed
+from flashspan.kernels.failure import KernelFailed, give_up
 from flashspan.kernels.launch.launch import Launch, on
 from flashspan.kernels.launch.replay import Room, recall, repeated_forward, replay
 from flashspan.kernels.masks import Band, Mask, Rows, count, unpack
@@ -57,9 +56,6 @@ LEAST_PARTS = 3
 """With more than FEW rows, they are used if so many programs a block of rows run at once: one on a multiprocessor, or
 two of two tiles. With fewer parts, the kernels for many queries are faster; but not if few queries of several heads
 share keys, which those kernels would load for each head."""
-
-AHEAD = 1
-"""Number of tiles of keys and values that a program brings into the L2 cache before the previous kernel has ended."""
 
 FAILED: list[str] = []
 """The reasons why these kernels failed to compile on this machine. If it is not empty, they are not tried again."""
@@ -98,14 +94,12 @@ def split_kernel(
     B, H, K, T, S, num_blocks, num_splits, lo, hi, scale,
     D: tl.constexpr, BD: tl.constexpr, BX: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TABLE: tl.constexpr,
     ONE: tl.constexpr, NEGATIVE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Attention of BM rows of a key head over one part of their keys. BX: the columns of a head beyond BD, if it is
     computed as two tiles (two_tiles.py). ONE: there is one query, so all rows see the same keys. EARLY: this kernel may
     start before the previous kernel has ended, and the next kernel before this one has ended (programmatic dependent
-    launch). Each waits for the previous kernel before it reads anything. Before it waits, this kernel brings AHEAD
-    tiles of keys and values into the L2 cache. Then the previous kernel may still write to them, and to `start` and
-    `end`, which only move the tiles that are brought."""
+    launch). Each waits for the previous kernel before it uses what it reads. Before it waits, this kernel prefetches
+    its first tile of keys and values into the L2 cache. `start` and `end` may yet change: they are read again."""
     i = tl.program_id(0)
     i_m, i = i % num_blocks, i // num_blocks  # blocks of rows that share keys run side by side
     i_s, i = (i % num_splits).to(tl.int64), i // num_splits
@@ -124,12 +118,10 @@ def split_kernel(
     end += i_b * s_rows
     if EARLY:
         gdc_launch_dependents()
-        if AHEAD:
-            _, _, begin, stop = part_of_keys(o_t, T, S, lo, hi, start, end, i_s, num_splits, BN, TABLE, ONE)
-            for n0 in tl.static_range(0, AHEAD * BN, BN):
-                o_k = tl.maximum(tl.minimum(begin + n0 + tl.arange(0, BN), tl.minimum(stop, S) - 1), 0)
-                prefetch_rows(k, o_k, s_ks, D)
-                prefetch_rows(v, o_k, s_vs, D)
+        _, _, begin, stop = part_of_keys(o_t, T, S, lo, hi, start, end, i_s, num_splits, BN, TABLE, ONE)
+        o_k = tl.maximum(tl.minimum(begin + tl.arange(0, BN), tl.minimum(stop, S) - 1), 0)
+        prefetch_rows(k, o_k, s_ks, D)
+        prefetch_rows(v, o_k, s_vs, D)
         gdc_wait()
     b_start, b_end, begin, stop = part_of_keys(o_t, T, S, lo, hi, start, end, i_s, num_splits, BN, TABLE, ONE)
 
@@ -250,12 +242,7 @@ def forward(
             values = (scale, steps, out_dtype, num_splits, precision(q.device))
             replay(_launches, (q, k, v), mask.to(q.device).packed, outputs, *values)
     except KernelFailed as failure:
-        FAILED.append(str(failure))
-        warnings.warn(
-            f"the kernel for few queries {failure}; from now on another kernel computes such calls",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        give_up(FAILED, failure, "the kernel for few queries {}; from now on another kernel computes such calls")
         return None
     return Carry(outputs[0], outputs[1])
 
@@ -335,7 +322,7 @@ def split_launch(
         ),
         {
             "D": D, "BD": wide, "BX": more, "BM": size.block_q, "BN": size.block_k, "TABLE": table, "ONE": T == 1,
-            "NEGATIVE": scale < 0, "UNIT": unit, "PRECISION": precision(q.device), "EARLY": early, "AHEAD": AHEAD,
+            "NEGATIVE": scale < 0, "UNIT": unit, "PRECISION": precision(q.device), "EARLY": early,
             "num_warps": size.num_warps, "num_stages": size.num_stages, **early_launch(early),
         },
     )  # fmt: skip

@@ -13,7 +13,6 @@ that reads each key once.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -24,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flashspan.kernels.contract import Carry, Problem, Repeat, RepeatBackward
-from flashspan.kernels.failure import KernelFailed
+from flashspan.kernels.failure import KernelFailed, give_up
 from flashspan.kernels.launch.launch import Launch, on
 from flashspan.kernels.launch.replay import Room, recall, repeated_backward, repeated_forward, replay
 from flashspan.kernels.masks import Band, Mask, Rows, count, unpack
@@ -256,12 +255,7 @@ def backward(inputs: Sequence[Tensor], grads: Sequence[Tensor], problem: Problem
             tables, parts = problem.mask.to(q.device).packed, _parts(written, size)
             replay(_backward_launches, given, tables, parts, problem.scale, size)
     except KernelFailed as failure:
-        FAILED.append(str(failure))
-        warnings.warn(
-            f"the kernel for gradients of few tiles {failure}; from now on other kernels compute such gradients",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        give_up(FAILED, failure, "the kernel for gradients of few tiles {}; from now on other kernels compute them")
         return False
     for grad, x in zip(grads, written, strict=True):
         if x is not grad:
