@@ -31,9 +31,12 @@ WAYS = {"float16": 0, "followed": 2**62}
 
 
 def let_hopper_serve_short_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the Hopper kernels run short calls, for which few_tiles.py would be chosen."""
-    from flashspan.kernels.portable import few_tiles  # imported here, because Triton may be missing
+    """Let the Hopper kernels run short calls, for which few_tiles.py would be chosen, with V in float16 or not."""
+    from flashspan.kernels.hopper.tiles import FLOAT16_BLOCKS  # imported here, because Triton may be missing
+    from flashspan.kernels.portable import few_tiles
 
+    for head_dim in FLOAT16_BLOCKS:
+        monkeypatch.setitem(FLOAT16_BLOCKS, head_dim, 0)
     for name in ("forward_tile", "backward_tile"):
         monkeypatch.setattr(few_tiles, name, lambda q, k, mask: None)
 

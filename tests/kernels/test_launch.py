@@ -255,8 +255,9 @@ def test_v_in_float16_is_made_where_enough_queries_see_a_key() -> None:
         group: int = 1,
         dtype: torch.dtype = torch.bfloat16,
         carry: bool = False,
+        batch: int = 256,
     ) -> bool:
-        q, k = (torch.empty(1, heads, tokens, head_dim, dtype=dtype, device="meta") for heads in (group, 1))
+        q, k = (torch.empty(batch, heads, tokens, head_dim, dtype=dtype, device="meta") for heads in (group, 1))
         return float16_values.is_faster(q, k, mask, carry)
 
     assert is_faster(CAUSAL, 4096, 128)
@@ -270,6 +271,9 @@ def test_v_in_float16_is_made_where_enough_queries_see_a_key() -> None:
         every = torch.arange(tokens, dtype=torch.int32)
         assert is_faster(Rows(every, every + 1, tokens, convex=True, reach=0), tokens, 128) == (tokens == 32768)
     assert not is_faster(CAUSAL, 2048, 128)
+    assert not is_faster(CAUSAL, 2048, 64, batch=16), "too short: the conversion takes longer than it saves"
+    assert not is_faster(CAUSAL, 4096, 128, batch=2)
+    assert is_faster(CAUSAL, 16384, 128, batch=1), "few tiles, but long ones"
     assert not is_faster(Band(-1023, 0), 65536, 128)
     assert is_faster(CAUSAL, 4096, 160)
     assert not is_faster(CAUSAL, 65536, 160, carry=True)

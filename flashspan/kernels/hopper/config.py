@@ -72,6 +72,7 @@ class ForwardConfig:
     TRACK_MAXIMUM: gl.constexpr  # m follows every block's maximum: unless FLOAT16_VALUES or a bfloat16 block map
     FREE_K_FIRST: gl.constexpr  # K's stage is freed before V's: block maps; if there are two: 192, FLOAT16_VALUES
     Q_IN_REGISTERS: gl.constexpr  # Q is loaded from shared memory once: heads of 64, and of 192 with FLOAT16_VALUES
+    MARKS: gl.constexpr  # rows that are not finite are marked: if a key is hidden, with a carry, if FLOAT16_VALUES
     UNIT_SCALE: gl.constexpr  # the scale in base 2 is 1: scores are not multiplied (heads of 64)
     SCORES: gl.constexpr  # layout of S and P [BLOCK_Q, BLOCK_K] in registers
     OUTPUT: gl.constexpr  # layout of an accumulator of the output [BLOCK_Q, SLICE_D] in registers

@@ -13,10 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 from flashspan.kernels.hopper.tensors import block_dim, forward_dim
-from flashspan.kernels.hopper.tiles import FLOAT16_FROM
+from flashspan.kernels.hopper.tiles import FLOAT16_BLOCKS, FLOAT16_FROM
 from flashspan.kernels.launch.launch import Launch
 from flashspan.kernels.masks import Band, Mask, Rows, count
 from flashspan.kernels.portable.common import load_tile
+from flashspan.kernels.portable.tiles import multiprocessors
 
 FLOAT16_UNIT = tl.constexpr(2.0**-4)
 """V = FLOAT16_UNIT * its float16, for rows of V whose largest number is 0 or in LEAST .. MOST. This is exact, except
@@ -34,14 +35,15 @@ def is_faster(q: Tensor, k: Tensor, mask: Mask, carry: bool = False) -> bool:
         return False
     if carry and wide > 128:  # merge_into_first_block does not know FLOAT16_UNIT
         return False
-    (_, H, T, _), (_, K, S, _) = q.shape, k.shape
+    (B, H, T, _), (_, K, S, _) = q.shape, k.shape
     if least > H // K * T:  # even if all queries see the key
         return False
     if isinstance(mask, Band):
         seen = count(mask, T, S) // S
     else:  # if the reach is unknown, assume a sixteenth of the queries
         seen = mask.reach * T // S if mask.reach else T // 16
-    return H // K * seen >= least
+    blocks = max(B * H * S * seen / multiprocessors(q.device), 128 * seen) / 128**2  # of all tiles, and of one
+    return H // K * seen >= least and blocks >= FLOAT16_BLOCKS[wide]
 
 
 @triton.jit(do_not_specialize=["s_b", "s_h", "s_t", "H", "S"])

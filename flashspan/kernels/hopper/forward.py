@@ -43,7 +43,7 @@ from flashspan.kernels.hopper.masking import hide_by_words, hide_keys, intervals
 from flashspan.kernels.hopper.parts import ones_operand
 from flashspan.kernels.hopper.ptx import declare_vote
 from flashspan.kernels.hopper.row_values import as_column, one_per_row, row_sums
-from flashspan.kernels.hopper.scheduler import load_number, stage_and_phase, tile_position
+from flashspan.kernels.hopper.scheduler import load_number, own_sizes, stage_and_phase, tile_position
 from flashspan.kernels.hopper.shared_memory import load_copied, split_columns, store_output, store_tile
 from flashspan.kernels.hopper.slices import (
     load_operands,
@@ -64,8 +64,8 @@ NUMBERS = ["s_ob", "s_oh", "s_ot", "s_rows", "H", "G", "T", "S", "lo", "hi", "nu
 def forward_kernel(
     desc_q, desc_k, desc_v, desc_out, out, lse, invalid, start, end, counter, s_ob, s_oh, s_ot, s_rows, H, G, T, S, lo,
     hi, scale, num_heads, section, num_tiles, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-    HIDDEN_SIDES: gl.constexpr, TABLE: gl.constexpr, CARRY: gl.constexpr, UNIT_SCALE: gl.constexpr,
-    CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    HIDDEN_SIDES: gl.constexpr, TABLE: gl.constexpr, CARRY: gl.constexpr, MARKS: gl.constexpr,
+    UNIT_SCALE: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """out and lse of every query, for a mask of intervals. Strides of out are in units of 8 elements."""
     num_blocks = gl.cdiv(T, desc_q.block_type.shape[2] * CONSUMERS)
@@ -73,7 +73,7 @@ def forward_kernel(
         ForwardTensors(desc_q, desc_k, desc_v, desc_out),
         ForwardSizes(H, G, T, S, lo, hi, scale, num_heads, num_blocks, section, num_tiles, counter),
         ForwardOutputs(out, lse, invalid, s_ob, s_oh, s_ot), IntervalMask(start, end, s_rows),
-        HEAD_DIM, STAGES, Q_STAGES, HIDDEN_SIDES, TABLE, CARRY, False, UNIT_SCALE, CONSUMERS, REGISTERS,
+        HEAD_DIM, STAGES, Q_STAGES, HIDDEN_SIDES, TABLE, CARRY, False, MARKS, UNIT_SCALE, CONSUMERS, REGISTERS,
         PRODUCER_REGISTERS,
     )  # fmt: skip
 
@@ -95,7 +95,7 @@ def lists_forward_kernel(
         ForwardTensors(desc_q, desc_k, desc_v, desc_out),
         ForwardSizes(H, G, T, S, 0, 0, scale, num_heads, num_lines, section, num_tiles, counter),
         ForwardOutputs(out, lse, invalid, s_ob, s_oh, s_ot), mask,
-        HEAD_DIM, STAGES, 2, 2, False, CARRY, True, False, 2, REGISTERS, PRODUCER_REGISTERS,
+        HEAD_DIM, STAGES, 2, 2, False, CARRY, True, True, False, 2, REGISTERS, PRODUCER_REGISTERS,
     )  # fmt: skip
 
 
@@ -103,7 +103,8 @@ def lists_forward_kernel(
 def _run(
     tensors, sizes, outputs, mask, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     HIDDEN_SIDES: gl.constexpr, TABLE: gl.constexpr, CARRY: gl.constexpr, BLOCK_MAP: gl.constexpr,
-    UNIT_SCALE: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    MARKS: gl.constexpr, UNIT_SCALE: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Derive the constants, allocate buffers and barriers, and start the partitions. `warp_specialize` takes their
     functions, then the warps and registers of all but the first, which runs on the launch's own warps."""
@@ -135,6 +136,7 @@ def _run(
         TRACK_MAXIMUM=not FLOAT16_VALUES and (desc_v.dtype == gl.float16 or not BLOCK_MAP),
         FREE_K_FIRST=BLOCK_MAP or (STAGES == 2 and (SLICES == 3 or FLOAT16_VALUES)),
         Q_IN_REGISTERS=BLOCK_D == 64 or (SLICES == 3 and FLOAT16_VALUES),
+        MARKS=MARKS,
         UNIT_SCALE=UNIT_SCALE,
         SCORES=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16]),
         OUTPUT=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SLICE_D, 16]),
@@ -213,6 +215,7 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, outputs, mask,
     STAGES: gl.constexpr = config.STAGES
     TILE_Q: gl.constexpr = config.CONSUMERS * BLOCK_Q
     ROWS: gl.constexpr = gl.SliceLayout(1, config.SCORES)  # layout of a number for each row
+    sizes = own_sizes(sizes, config)
     T, S, H = sizes.T, sizes.S, sizes.H
     full, empty, scale = barriers.full, barriers.empty, sizes.scale
     pair = 0
@@ -367,7 +370,8 @@ def _store(WG: gl.constexpr, turn, q_stage, i_bh, m0, m, l, o, tensors, buffers,
     i_h = i_bh % sizes.H
     m = one_per_row(m, ROWS)
     l = row_sums(l, m)
-    m0 = _mark_invalid(i_bh, m0, l, o, sizes, outputs, config)
+    if config.MARKS:
+        m0 = _mark_invalid(i_bh, m0, l, o, sizes, outputs, config)
     o_m = m0 + gl.arange(0, config.BLOCK_Q, layout=ROWS)
     p_lse = outputs.lse + i_bh.to(gl.int64) * T
     q_s = buffers.q_s.index(q_stage * config.CONSUMERS + WG)

@@ -12,6 +12,7 @@ from flashspan.kernels.hopper.scheduler import (
     find_line,
     load_number,
     next_tile,
+    own_sizes,
     publish_number,
     reset_counter,
     stage_and_phase,
@@ -107,6 +108,7 @@ def produce(tensors, buffers, barriers, sizes, outputs, mask, config):
     NBYTES: gl.constexpr = SLICES * desc_k.block_type.nbytes  # of a block of K or V
     # Tiles of equal length end at the same time and then all load their carries: prefetch carries into the L2 cache.
     PREFETCH: gl.constexpr = config.CARRY and config.HIDDEN_SIDES == 0
+    sizes = own_sizes(sizes, config)
     pair = 0
     turn = 0
     tile = gl.program_id(0)
@@ -177,6 +179,7 @@ def produce_listed(tensors, buffers, barriers, sizes, outputs, mask, config):
     STAGES: gl.constexpr = config.STAGES
     PAIR: gl.constexpr = 2 * desc_k.block_type.nbytes
     WORDS: gl.constexpr = 2 * mask.desc_words.block_type.nbytes
+    sizes = own_sizes(sizes, config)
     pair = 0
     turn = 0
     tile = gl.program_id(0)

@@ -64,13 +64,13 @@ def forward(
         out, lse = empty_outputs(q, out_dtype)
     else:
         out, lse = aligned(carry.out), carry.lse.float().contiguous()
-    bad = _empty_flags(q)
     tables = mask.to(q.device).packed
     with on(q.device):
-        fine = (empty_float16(v),) if is_faster(q, k, mask, carry is not None) else ()
-        made = (out, lse, bad, *fine, new_counter(q.device))
+        in_float16 = is_faster(q, k, mask, carry is not None)
+        marks = marks_rows(q, k, mask, in_float16, carry is not None)
+        made = (out, lse, *_forward_tensors(q, v, in_float16, marks), new_counter(q.device))
         steps = None if carry is None else out.stride()  # a carry may have any strides
-        done = replay(_forward_launches, (q, k, v), tables, made, scale, steps, out.dtype, bool(fine))
+        done = replay(_forward_launches, (q, k, v), tables, made, scale, steps, out.dtype, in_float16, marks)
     if done:
         return Carry(out, lse)
     q, k, v = aligned(q), aligned(k), aligned(v)
@@ -87,17 +87,25 @@ def repeat_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, out_dtype:
     if (size := few_tiles.forward_tile(q, k, mask)) is not None:
         return few_tiles.repeat_forward(q, k, v, problem, size, out_dtype)
     in_float16 = is_faster(q, k, mask)
-    launches = recall(_forward_launches, (q, k, v), mask.packed, 4 + in_float16, scale, None, out_dtype, in_float16)
+    marks = marks_rows(q, k, mask, in_float16)
+    values = (scale, None, out_dtype, in_float16, marks)
+    launches = recall(_forward_launches, (q, k, v), mask.packed, 3 + in_float16 + marks, *values)
     like_q, like_v = q.to("meta"), v.to("meta")
-    outputs = empty_outputs(like_q, out_dtype)
-    temporary = [_empty_flags(like_q), *([empty_float16(like_v)] if in_float16 else [])]
+    outputs, temporary = empty_outputs(like_q, out_dtype), _forward_tensors(like_q, like_v, in_float16, marks)
     return repeated_forward(launches, q.device, outputs, Room.of(temporary, counter=new_counter))
 
 
-def _empty_flags(q: Tensor) -> Tensor:
-    """An uninitialised flag for each 64 queries of a head: whether they must be repaired."""
+def marks_rows(q: Tensor, k: Tensor, mask: Mask, in_float16: bool, carry: bool = False) -> bool:
+    """Whether rows that are not finite are marked, and computed again by a second launch. If no key is hidden, they see
+    a NaN, and their result is NaN."""
+    return carry or in_float16 or hidden_sides(mask, q.shape[2], k.shape[2]) > 0
+
+
+def _forward_tensors(q: Tensor, v: Tensor, in_float16: bool, marks: bool) -> list[Tensor]:
+    """Temporary tensors of forward: a mark for each 64 queries of a head, if `marks`; V in float16, if `in_float16`."""
     B, H, T, _ = q.shape
-    return q.new_empty((B, H, -(-T // 64)), dtype=torch.int32)
+    flags = [q.new_empty((B, H, -(-T // 64)), dtype=torch.int32)] if marks else []
+    return [*flags, *([empty_float16(v)] if in_float16 else [])]
 
 
 def _forward_launches(
@@ -108,17 +116,19 @@ def _forward_launches(
     carry_steps: tuple[int, ...] | None,
     out_dtype: torch.dtype,
     in_float16: bool,
+    marks: bool,
 ) -> list[Launch] | None:
-    """The launches of forward: the conversion of V to float16 if `in_float16`; the kernel; and, if the kernel may mark
-    rows that do not see a NaN as bad, the portable kernel for the marked groups. None if a tensor is not aligned."""
+    """The launches of forward: the conversion of V to float16 if `in_float16`; the kernel; and, if it marks rows, the
+    portable kernel for the marked ones. None if a tensor is not aligned."""
     *given, counter = tensors
     fine = [given.pop()] if in_float16 else []
-    q, k, v, *tables, out, lse, bad = given
+    bad = given.pop() if marks else None
+    q, k, v, *tables, out, lse = given
     if not all(is_aligned(x) for x in (q, k, v)):
         return None
     mask, carry = unpack(kind, numbers, tables), carry_steps is not None
     launches = [forward_launch(q, k, fine[0] if in_float16 else v, out, lse, bad, mask, scale, carry, counter)]
-    if carry or in_float16 or hidden_sides(mask, q.shape[2], k.shape[2]):  # otherwise, a row with NaN sees that NaN
+    if bad is not None:
         launches.append(repair_launch(q, k, v, out, lse, mask, scale, carry, None, only=bad))
     return [*(float16_launch(v, x) for x in fine), *launches]
 
@@ -137,19 +147,20 @@ def forward_launch(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    bad: Tensor,
+    bad: Tensor | None,
     mask: Mask,
     scale: float,
     carry: bool,
     counter: Tensor | None = None,
 ) -> Launch:
-    """The launch of the forward kernel. `counter` comes from `new_counter`."""
+    """The launch of the forward kernel, which marks rows in `bad`, if given. `counter` comes from `new_counter`."""
     B, H, T, D = q.shape
     K, S = k.shape[1], k.shape[2]
     counter = new_counter(q.device) if counter is None else counter
     if isinstance(mask, Blocks):
+        assert bad is not None, "a block map hides keys"
         return lists_forward_launch(q, k, v, out, lse, bad, mask, scale, carry, counter)
-    table, start, end, _, _, rows_stride, _, lo, hi, _ = mask_arguments(mask, T, S, bad)
+    table, start, end, _, _, rows_stride, _, lo, hi, _ = mask_arguments(mask, T, S, counter)
     wide = forward_dim(D)
     slice_d = 64 if wide == 192 else wide  # slices.py
     tile = forward_tile(wide, v.dtype != q.dtype, not (table or carry), T, min(hi - lo + 1, S))
@@ -162,14 +173,14 @@ def forward_launch(
         (min(num_tiles, chip),),
         (
             describe(q, 1, 1, 64, slice_d), *(describe(x, 1, 1, tile.block_k, slice_d) for x in (k, v)),
-            describe(out, 1, 1, 64, slice_d * 2 // out.itemsize), out, lse, bad, start, end, counter,
-            *(step // 8 for step in out.stride()[:3]), rows_stride, H, group, T, S, lo, hi, scale * LOG2E, B * H,
-            section * group, num_tiles,
+            describe(out, 1, 1, 64, slice_d * 2 // out.itemsize), out, lse, counter if bad is None else bad, start,
+            end, counter, *(step // 8 for step in out.stride()[:3]), rows_stride, H, group, T, S, lo, hi, scale * LOG2E,
+            B * H, section * group, num_tiles,
         ),
         {
             "HEAD_DIM": D, "STAGES": tile.stages, "Q_STAGES": tile.queries, "HIDDEN_SIDES": hidden_sides(mask, T, S),
-            "TABLE": table, "CARRY": carry, "UNIT_SCALE": is_unit(q, scale) and v.dtype != q.dtype,
-            **warps(tile.warpgroups),
+            "TABLE": table, "CARRY": carry, "MARKS": bad is not None,
+            "UNIT_SCALE": is_unit(q, scale) and v.dtype != q.dtype, **warps(tile.warpgroups),
         },
     )  # fmt: skip
 

@@ -12,8 +12,24 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flashspan.kernels.hopper.config import ForwardSizes
 from flashspan.kernels.hopper.gluon_compat import barrier
 from flashspan.kernels.hopper.masking import visible_blocks
+from flashspan.kernels.hopper.ptx import opaque
+
+
+@gluon.jit
+def own_sizes(sizes, config):
+    """The sizes, for one partition. What several partitions compute from the same number, the compiler would compute
+    before they start, and keep in local memory: its first read takes 2 us."""
+    T, lo, hi, num_blocks = opaque(sizes.T), sizes.lo, sizes.hi, sizes.num_blocks
+    if not config.BLOCK_MAP:
+        lo, hi = opaque(lo), opaque(hi)
+        num_blocks = gl.cdiv(T, config.CONSUMERS * config.BLOCK_Q)
+    return ForwardSizes(
+        sizes.H, sizes.G, T, opaque(sizes.S), lo, hi, sizes.scale, sizes.num_heads, num_blocks, sizes.section,
+        sizes.num_tiles, sizes.counter,
+    )  # fmt: skip
 
 
 @gluon.jit

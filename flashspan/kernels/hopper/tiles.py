@@ -41,7 +41,10 @@ With smaller numbers, a tile of 192 is a third empty, or most blocks are edge bl
 
 FLOAT16_FROM = {64: 1024, 128: 2048, 192: 2048}
 """By padded head size: if at least this many queries see a key, over all heads that share it, forward is faster with V
-converted to float16 than with TRACK_MAXIMUM (softmax.py)."""
+converted to float16 than with TRACK_MAXIMUM (softmax.py), if the call also is long enough."""
+FLOAT16_BLOCKS = {64: 96, 128: 48, 192: 192}
+"""By padded head size: the least number of blocks of 128 x 128 scores for a multiprocessor. With fewer, the launch that
+converts V takes longer than the kernel gains."""
 
 WARPS = {"REGISTERS": 240, "PRODUCER_REGISTERS": 24, "num_warps": 4}
 """Registers per thread of two consumers and of the producer, and warps of a warpgroup."""

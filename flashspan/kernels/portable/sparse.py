@@ -115,10 +115,10 @@ def sparse_repair_kernel(
     B, H, K, T, S, scale, threshold, gain, stream, batch_stride,
     D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
     LINE: tl.constexpr, OTHER: tl.constexpr, CARRY: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
-    NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, STRETCH: tl.constexpr,
+    NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, STRETCH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Compute the blocks of queries whose flags are not 0: see steps.repair."""
-    end_flag = flagged_end(flags, num_flags, STRETCH)
+    end_flag = flagged_end(flags, num_flags, STRETCH, EARLY)
     # Keep loop invariants in the loop: it hardly ever runs, and there are no registers for them.
     for i in tl.range(tl.program_id(0), end_flag, tl.num_programs(0), disable_licm=True):
         if tl.load(flags + i) != 0:

@@ -10,6 +10,7 @@ from typing import Any
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from flashspan.kernels.launch.launch import Launch
 from flashspan.kernels.portable.common import (
@@ -22,6 +23,7 @@ from flashspan.kernels.portable.common import (
     sliced_matmul,
     store_tile,
 )
+from flashspan.kernels.portable.tiles import early_launch, starts_early
 
 
 @triton.jit
@@ -140,21 +142,30 @@ def forward_step(
     return b_acc, b_m, b_l
 
 
+STRETCH = 32
+"""Flags that a program of `repair` reads at a time."""
+
+
 def repair(launch: Launch, kernel: Any, flags: Tensor) -> Launch:
     """A launch of forward, by a kernel that computes only the blocks of 64 queries whose flags are not 0.
 
     flags is int32 [B, H, ceil(T / 64)], and nearly always all 0. To start a program for each block would take longer
-    than the work. So there are as many programs as a GPU runs at once, and each reads many flags at a time.
+    than the work. So each program reads many flags at a time, and there are at most as many as a GPU runs at once. They
+    start before the kernel that writes the flags has ended, and then wait for its end.
     """
     # A prime number, so that flags that repeat from head to head (as with padding) are spread over all programs.
-    num_programs = min(flags.numel(), 131)
-    constants = {**launch.constants, "BM": 64, "STRETCH": 32, "num_warps": 4}
+    num_programs = min(triton.cdiv(flags.numel(), STRETCH), 131)
+    early = starts_early(flags.device)
+    constants = {**launch.constants, "BM": 64, "STRETCH": STRETCH, "EARLY": early, "num_warps": 4}
+    constants |= early_launch(early)
     return Launch(kernel, (num_programs,), (flags, flags.numel(), *launch.arguments), constants)
 
 
 @triton.jit
-def flagged_end(p_flags, num_flags, STRETCH: tl.constexpr):
+def flagged_end(p_flags, num_flags, STRETCH: tl.constexpr, EARLY: tl.constexpr):
     """The end of this program's flags: 1 + the last one that is not 0, or 0. Its flags are num_programs apart."""
+    if EARLY:
+        gdc_wait()
     end = 0
     for i0 in range(tl.program_id(0), num_flags, STRETCH * tl.num_programs(0)):
         o = i0 + tl.arange(0, STRETCH) * tl.num_programs(0)

@@ -309,13 +309,14 @@ def test_a_repeated_forward_launches_what_forward_launches(
     carry = repeat(q, k, v, mask)
     repeated, gpu.seen = gpu.seen, []
     tables = mask.packed.tensors
-    like = [gpu.hopper._empty_flags(q), *([gpu.hopper.empty_float16(v)] if in_float16 else []), torch.zeros(4).int()]
+    marks = in_float16 or mask is not EVERYTHING
+    like = [*gpu.hopper._forward_tensors(q, v, in_float16, marks), torch.zeros(4).int()]
     temporary = [tensor_at(at, x) for at, x in zip(launched[0][5 + len(tables) :], like, strict=True)]
     tensors = (q, k, v, *tables, *carry, *temporary)
-    for launch in gpu.hopper._forward_launches(tensors, *mask.packed.what, 0.125, None, q.dtype, in_float16):
+    for launch in gpu.hopper._forward_launches(tensors, *mask.packed.what, 0.125, None, q.dtype, in_float16, marks):
         launch()
     assert repeated == gpu.seen
-    assert len(repeated) == 1 + in_float16 + (in_float16 or mask is not EVERYTHING)
+    assert len(repeated) == 1 + in_float16 + marks
     assert (carry.out.shape, carry.out.dtype) == (q.shape, q.dtype)
     assert (carry.lse.shape, carry.lse.dtype) == (q.shape[:3], torch.float32)
 
