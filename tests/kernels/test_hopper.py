@@ -136,6 +136,23 @@ def test_nan_in_a_key_reaches_only_the_queries_that_see_it(head_dim: int, repeat
                 hidden[0, 0, 300] = before
 
 
+@pytest.mark.parametrize("head_dim", [40, 64, 128, 160, 256])
+@pytest.mark.parametrize("batch", [2, 40])  # few tiles: the kernel computes rows again; many: a launch does
+def test_rows_that_do_not_see_nan_are_exact(batch: int, head_dim: int) -> None:
+    q, k, v, _ = tensors(random.Random(head_dim), batch, 4, 2, 333, 333, head_dim)
+    odd = torch.zeros(batch, 2, 333, dtype=torch.bool, device="cuda")
+    odd[0, 0, 200], odd[1, 0, 5], odd[1, 1, 320], odd[-1, 1, 64:70] = True, True, True, True
+    bad = torch.where(odd[..., None], torch.tensor([torch.nan, torch.inf] * (head_dim // 2), device="cuda"), v.float())
+    exact = [x.float() for x in (q, k, v)]
+    for mask in (CAUSAL, masks.documents([100, 150, 83]) & CAUSAL, Band(-60, 60), masks.documents([150, 183])):
+        seen = (dense(mask, 333, 333).cuda()[None, None] & odd[:, :, None]).any(-1).repeat_interleave(2, 1)
+        out, lse = attention(q, k, bad.bfloat16(), mask=mask, return_lse=True, backend="hopper")
+        right, right_lse = attention(*exact, mask=mask, return_lse=True, backend="reference")
+        assert not out[seen].isfinite().any()
+        assert relative(out[~seen], right[~seen]) <= FORWARD_BOUND
+        assert (lse - right_lse).abs().max() <= 1e-4
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", [64, 128, 160, 256])
 def test_nan_and_infinity_in_keys_that_all_queries_see(head_dim: int, dtype: torch.dtype) -> None:

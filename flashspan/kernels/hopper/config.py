@@ -72,7 +72,8 @@ class ForwardConfig:
     TRACK_MAXIMUM: gl.constexpr  # m follows every block's maximum: unless FLOAT16_VALUES or a bfloat16 block map
     FREE_K_FIRST: gl.constexpr  # K's stage is freed before V's: block maps; if there are two: 192, FLOAT16_VALUES
     Q_IN_REGISTERS: gl.constexpr  # Q is loaded from shared memory once: heads of 64, and of 192 with FLOAT16_VALUES
-    MARKS: gl.constexpr  # rows that are not finite are marked: if a key is hidden, with a carry, if FLOAT16_VALUES
+    REPAIR: gl.constexpr  # what happens to rows that are not finite: KEEP_ROWS, NOTE_ROWS, MARK_ROWS (repair.py)
+    TURNS: gl.constexpr  # tile numbers that a program keeps: 4, or with NOTE_ROWS all of them
     UNIT_SCALE: gl.constexpr  # the scale in base 2 is 1: scores are not multiplied (heads of 64)
     SCORES: gl.constexpr  # layout of S and P [BLOCK_Q, BLOCK_K] in registers
     OUTPUT: gl.constexpr  # layout of an accumulator of the output [BLOCK_Q, SLICE_D] in registers
@@ -98,12 +99,15 @@ class ForwardSizes:
 
 @aggregate
 class ForwardTensors:
-    """Descriptors."""
+    """Descriptors, and pointers for rows that are computed again (repair.py)."""
 
     desc_q: Descriptor
     desc_k: Descriptor
     desc_v: Descriptor
     desc_out: Descriptor
+    q: gl.tensor
+    k: gl.tensor
+    v: gl.tensor
 
 
 @aggregate
@@ -125,8 +129,9 @@ class ForwardBarriers:
     q_empty: Shared
     full: Shared  # of each stage
     empty: Shared  # [STAGES], K and V have been read; if FREE_K_FIRST [2 * STAGES]: V's, then K's
-    tile_s: Shared  # numbers of the last four tiles
-    work_s: Shared  # four numbers that describe each of them
+    tile_s: Shared  # numbers of the last TURNS tiles
+    work_s: Shared  # four numbers that describe each of the last four tiles
+    notes_s: Shared  # [TURNS * CONSUMERS, 4] which warps had a row that is not finite, with NOTE_ROWS
     q_read: Shared  # Q was read for the last time, if CARRY_LAST
     carry_full: Shared  # of each half of a carry, if CARRY_LAST
 

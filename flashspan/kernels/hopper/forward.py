@@ -41,7 +41,15 @@ from flashspan.kernels.hopper.forward_main_loop import step, visit_edge_blocks, 
 from flashspan.kernels.hopper.forward_producer import produce, produce_listed, published_work
 from flashspan.kernels.hopper.masking import hide_by_words, hide_keys, intervals_of, visible_blocks
 from flashspan.kernels.hopper.parts import ones_operand
-from flashspan.kernels.hopper.ptx import declare_vote
+from flashspan.kernels.hopper.ptx import declare_vote, wait_for_writes
+from flashspan.kernels.hopper.repair import (
+    MARK_ROWS,
+    NOTE_ROWS,
+    NOTED_TURNS,
+    mark_rows,
+    note_rows,
+    recompute_noted_rows,
+)
 from flashspan.kernels.hopper.row_values import as_column, one_per_row, row_sums
 from flashspan.kernels.hopper.scheduler import load_number, own_sizes, stage_and_phase, tile_position
 from flashspan.kernels.hopper.shared_memory import load_copied, split_columns, store_output, store_tile
@@ -62,18 +70,18 @@ NUMBERS = ["s_ob", "s_oh", "s_ot", "s_rows", "H", "G", "T", "S", "lo", "hi", "nu
 
 @gluon.jit(do_not_specialize=NUMBERS)
 def forward_kernel(
-    desc_q, desc_k, desc_v, desc_out, out, lse, invalid, start, end, counter, s_ob, s_oh, s_ot, s_rows, H, G, T, S, lo,
-    hi, scale, num_heads, section, num_tiles, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-    HIDDEN_SIDES: gl.constexpr, TABLE: gl.constexpr, CARRY: gl.constexpr, MARKS: gl.constexpr,
+    desc_q, desc_k, desc_v, desc_out, q, k, v, out, lse, invalid, start, end, counter, s_ob, s_oh, s_ot, s_rows, H, G,
+    T, S, lo, hi, scale, num_heads, section, num_tiles, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
+    Q_STAGES: gl.constexpr, HIDDEN_SIDES: gl.constexpr, TABLE: gl.constexpr, CARRY: gl.constexpr, REPAIR: gl.constexpr,
     UNIT_SCALE: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """out and lse of every query, for a mask of intervals. Strides of out are in units of 8 elements."""
     num_blocks = gl.cdiv(T, desc_q.block_type.shape[2] * CONSUMERS)
     _run(
-        ForwardTensors(desc_q, desc_k, desc_v, desc_out),
+        ForwardTensors(desc_q, desc_k, desc_v, desc_out, q, k, v),
         ForwardSizes(H, G, T, S, lo, hi, scale, num_heads, num_blocks, section, num_tiles, counter),
         ForwardOutputs(out, lse, invalid, s_ob, s_oh, s_ot), IntervalMask(start, end, s_rows),
-        HEAD_DIM, STAGES, Q_STAGES, HIDDEN_SIDES, TABLE, CARRY, False, MARKS, UNIT_SCALE, CONSUMERS, REGISTERS,
+        HEAD_DIM, STAGES, Q_STAGES, HIDDEN_SIDES, TABLE, CARRY, False, REPAIR, UNIT_SCALE, CONSUMERS, REGISTERS,
         PRODUCER_REGISTERS,
     )  # fmt: skip
 
@@ -92,10 +100,10 @@ def lists_forward_kernel(
     words_s = gl.allocate_shared_memory(gl.int32, [STAGES * 2, 256], desc_words.layout)
     mask = BlockMask(desc_words, words_s, spans, index, numbers, order, s_batch, s_head, num_lines, num_long)
     _run(
-        ForwardTensors(desc_q, desc_k, desc_v, desc_out),
+        ForwardTensors(desc_q, desc_k, desc_v, desc_out, out, out, out),  # q, k and v are needed for NOTE_ROWS only
         ForwardSizes(H, G, T, S, 0, 0, scale, num_heads, num_lines, section, num_tiles, counter),
         ForwardOutputs(out, lse, invalid, s_ob, s_oh, s_ot), mask,
-        HEAD_DIM, STAGES, 2, 2, False, CARRY, True, True, False, 2, REGISTERS, PRODUCER_REGISTERS,
+        HEAD_DIM, STAGES, 2, 2, False, CARRY, True, MARK_ROWS, False, 2, REGISTERS, PRODUCER_REGISTERS,
     )  # fmt: skip
 
 
@@ -103,7 +111,7 @@ def lists_forward_kernel(
 def _run(
     tensors, sizes, outputs, mask, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     HIDDEN_SIDES: gl.constexpr, TABLE: gl.constexpr, CARRY: gl.constexpr, BLOCK_MAP: gl.constexpr,
-    MARKS: gl.constexpr, UNIT_SCALE: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr,
+    REPAIR: gl.constexpr, UNIT_SCALE: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Derive the constants, allocate buffers and barriers, and start the partitions. `warp_specialize` takes their
@@ -136,7 +144,8 @@ def _run(
         TRACK_MAXIMUM=not FLOAT16_VALUES and (desc_v.dtype == gl.float16 or not BLOCK_MAP),
         FREE_K_FIRST=BLOCK_MAP or (STAGES == 2 and (SLICES == 3 or FLOAT16_VALUES)),
         Q_IN_REGISTERS=BLOCK_D == 64 or (SLICES == 3 and FLOAT16_VALUES),
-        MARKS=MARKS,
+        REPAIR=REPAIR,
+        TURNS=NOTED_TURNS if REPAIR == NOTE_ROWS else 4,
         UNIT_SCALE=UNIT_SCALE,
         SCORES=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16]),
         OUTPUT=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SLICE_D, 16]),
@@ -172,6 +181,8 @@ def _run(
         gl.warp_specialize(
             [(_consume, (0,) + job), (_consume, (1,) + job), (produce, job)], [4, 1], [REGISTERS, PRODUCER_REGISTERS]
         )
+    if REPAIR == NOTE_ROWS:
+        recompute_noted_rows(tensors, barriers, sizes, outputs, mask, config)
 
 
 @gluon.jit
@@ -187,8 +198,9 @@ def _allocate_barriers(config):
         q_empty=gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER),
         full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         empty=gl.allocate_shared_memory(gl.int64, [FREE, 1], BARRIER),
-        tile_s=gl.allocate_shared_memory(gl.int32, [4, 1], WORD),
+        tile_s=gl.allocate_shared_memory(gl.int32, [config.TURNS, 1], WORD),
         work_s=gl.allocate_shared_memory(gl.int32, [16, 1], WORD),
+        notes_s=gl.allocate_shared_memory(gl.int8, [config.TURNS * config.CONSUMERS, 4], WORD),
         q_read=gl.allocate_shared_memory(gl.int64, [1], BARRIER),
         carry_full=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
     )
@@ -318,7 +330,7 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, outputs, mask,
             line, i_bh, n, num_partial = published_work(turn, barriers)
             m0 = line * TILE_Q + WG * BLOCK_Q
         else:
-            tile = load_number(barriers.tile_s.index(turn & 3), 4)
+            tile = load_number(barriers.tile_s.index(turn & (config.TURNS - 1)), 4)
             i_block, i_bh = tile_position(tile, sizes.num_blocks, sizes.num_heads, sizes.section)
             m0 = (sizes.num_blocks - 1 - i_block) * TILE_Q + WG * BLOCK_Q
         _store(WG, turn, q_stage, i_bh, m0, m, l, o, tensors, buffers, barriers, sizes, outputs, config)
@@ -328,36 +340,11 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, outputs, mask,
         turn += 1
         q_stage, phase = stage_and_phase(turn, config.Q_STAGES)
         mbarrier.wait(barriers.q_full.index(q_stage), phase)
-        tile = load_number(barriers.tile_s.index(turn & 3), 4)
-    tma.store_wait(0)
-
-
-@gluon.jit
-def _mark_invalid(i_bh, m0, l, o, sizes, outputs, config):
-    """Mark 64 rows for the portable kernel if one of them is not finite. Return the first row to write: m0, or T (write
-    no row) if a carry must stay unchanged.
-
-    A hidden key has probability 0, but 0 * NaN is NaN. So the portable kernel recomputes rows for which a NaN was
-    loaded, and rows whose sums overflowed. Nearly always there are none.
-    """
-    BLOCK_Q: gl.constexpr = config.BLOCK_Q
-    RO: gl.constexpr = gl.SliceLayout(1, config.OUTPUT)
-    T = sizes.T
-    total = gl.sum(o[0], 1)
-    for i in gl.static_range(1, config.SLICES):
-        total += gl.sum(o[i], 1)
-    finite = (total + gl.convert_layout(l, RO, assert_trivial=True)) * 0.0 == 0.0
-    wrong = gl.where(finite | (m0 + gl.arange(0, BLOCK_Q, layout=RO) >= T), 0, 1)
-    p_mark = outputs.invalid + i_bh.to(gl.int64) * gl.cdiv(T, BLOCK_Q) + m0 // BLOCK_Q
-    if config.CARRY:  # rows from T on are not written
-        wrong = gl.max(wrong, 0)
-        gl.store(p_mark, wrong, mask=m0 < T)
-        m0 = gl.where(wrong == 0, m0, T)
-    else:  # each warp writes a byte of the mark, so that no barrier is needed
-        wrong = gl.max(wrong.reshape((4, BLOCK_Q // 4)), 1)
-        p_byte = p_mark.to(gl.pointer_type(gl.int8), bitcast=True) + gl.arange(0, 4, layout=wrong.type.layout)
-        gl.store(p_byte, wrong.to(gl.int8), mask=m0 < T)
-    return m0
+        tile = load_number(barriers.tile_s.index(turn & (config.TURNS - 1)), 4)
+    if config.REPAIR == NOTE_ROWS:  # rows may be written again
+        wait_for_writes()
+    else:
+        tma.store_wait(0)
 
 
 @gluon.jit
@@ -370,8 +357,10 @@ def _store(WG: gl.constexpr, turn, q_stage, i_bh, m0, m, l, o, tensors, buffers,
     i_h = i_bh % sizes.H
     m = one_per_row(m, ROWS)
     l = row_sums(l, m)
-    if config.MARKS:
-        m0 = _mark_invalid(i_bh, m0, l, o, sizes, outputs, config)
+    if config.REPAIR == MARK_ROWS:
+        m0 = mark_rows(i_bh, m0, l, o, sizes, outputs, config)
+    elif config.REPAIR == NOTE_ROWS:
+        note_rows(WG, turn, m0, l, o, barriers, sizes, config)
     o_m = m0 + gl.arange(0, config.BLOCK_Q, layout=ROWS)
     p_lse = outputs.lse + i_bh.to(gl.int64) * T
     q_s = buffers.q_s.index(q_stage * config.CONSUMERS + WG)

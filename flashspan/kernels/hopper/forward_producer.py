@@ -81,7 +81,7 @@ def _load_carry_half(desc_out, b, h, m0, HALF: gl.constexpr, bar, buffers_s, fir
 @gluon.jit
 def _publish_tile(turn, stage, tile, tensors, barriers, config):
     """Publish a tile's number and announce its Q."""
-    publish_number(barriers.tile_s.index(turn & 3), tile)
+    publish_number(barriers.tile_s.index(turn & (config.TURNS - 1)), tile)
     mbarrier.expect(barriers.q_full.index(stage), config.CONSUMERS * config.SLICES * tensors.desc_q.block_type.nbytes)
 
 
@@ -90,7 +90,7 @@ def _end(turn, tile, barriers, sizes, config):
     """Publish that no tile is left: a number past the last."""
     stage, phase = stage_and_phase(turn, config.Q_STAGES)
     mbarrier.wait(barriers.q_empty.index(stage), phase ^ 1)
-    publish_number(barriers.tile_s.index(turn & 3), tile)
+    publish_number(barriers.tile_s.index(turn & (config.TURNS - 1)), tile)
     mbarrier.arrive(barriers.q_full.index(stage), count=1)
     reset_counter(sizes.counter)
 

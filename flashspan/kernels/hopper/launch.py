@@ -21,6 +21,7 @@ from flashspan.kernels.hopper.forward import forward_kernel
 from flashspan.kernels.hopper.lists import lists_forward_launch, refusal
 from flashspan.kernels.hopper.one_pass import backward_launch, count_key_parts
 from flashspan.kernels.hopper.parts import is_unit, new_rows
+from flashspan.kernels.hopper.repair import KEEP_ROWS, MARK_ROWS, MOST_KEYS, MOST_TILES, NOTE_ROWS
 from flashspan.kernels.hopper.rows_and_cast import cast_kernel, rows_kernel
 from flashspan.kernels.hopper.tensors import (
     BackwardInputs,
@@ -96,9 +97,13 @@ def repeat_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, out_dtype:
 
 
 def marks_rows(q: Tensor, k: Tensor, mask: Mask, in_float16: bool, carry: bool = False) -> bool:
-    """Whether rows that are not finite are marked, and computed again by a second launch. If no key is hidden, they see
-    a NaN, and their result is NaN."""
-    return carry or in_float16 or hidden_sides(mask, q.shape[2], k.shape[2]) > 0
+    """Whether rows that are not finite are marked, and computed again by a second launch (repair.py)."""
+    T, S = q.shape[2], k.shape[2]
+    if carry or in_float16 or isinstance(mask, Blocks):
+        return True
+    lo, hi = mask.bounds(T, S) if isinstance(mask, Band) else (0, S)
+    long = min(S, hi - lo + 1) > MOST_KEYS or triton.cdiv(T, 128) * q.shape[0] * q.shape[1] > MOST_TILES
+    return long and hidden_sides(mask, T, S) > 0
 
 
 def _forward_tensors(q: Tensor, v: Tensor, in_float16: bool, marks: bool) -> list[Tensor]:
@@ -153,7 +158,7 @@ def forward_launch(
     carry: bool,
     counter: Tensor | None = None,
 ) -> Launch:
-    """The launch of the forward kernel, which marks rows in `bad`, if given. `counter` comes from `new_counter`."""
+    """The launch of the forward kernel. `bad` is given if `marks_rows`; `counter` comes from `new_counter`."""
     B, H, T, D = q.shape
     K, S = k.shape[1], k.shape[2]
     counter = new_counter(q.device) if counter is None else counter
@@ -163,6 +168,8 @@ def forward_launch(
     table, start, end, _, _, rows_stride, _, lo, hi, _ = mask_arguments(mask, T, S, counter)
     wide = forward_dim(D)
     slice_d = 64 if wide == 192 else wide  # slices.py
+    sides = hidden_sides(mask, T, S)
+    repair = MARK_ROWS if bad is not None else NOTE_ROWS if sides else KEEP_ROWS
     tile = forward_tile(wide, v.dtype != q.dtype, not (table or carry), T, min(hi - lo + 1, S))
     group = H // K
     tiles_per_head = triton.cdiv(T, 64 * tile.warpgroups)
@@ -173,14 +180,14 @@ def forward_launch(
         (min(num_tiles, chip),),
         (
             describe(q, 1, 1, 64, slice_d), *(describe(x, 1, 1, tile.block_k, slice_d) for x in (k, v)),
-            describe(out, 1, 1, 64, slice_d * 2 // out.itemsize), out, lse, counter if bad is None else bad, start,
-            end, counter, *(step // 8 for step in out.stride()[:3]), rows_stride, H, group, T, S, lo, hi, scale * LOG2E,
-            B * H, section * group, num_tiles,
+            describe(out, 1, 1, 64, slice_d * 2 // out.itemsize), q, k, v, out, lse, counter if bad is None else bad,
+            start, end, counter, *(step // 8 for step in out.stride()[:3]), rows_stride, H, group, T, S, lo, hi,
+            scale * LOG2E, B * H, section * group, num_tiles,
         ),
         {
-            "HEAD_DIM": D, "STAGES": tile.stages, "Q_STAGES": tile.queries, "HIDDEN_SIDES": hidden_sides(mask, T, S),
-            "TABLE": table, "CARRY": carry, "MARKS": bad is not None,
-            "UNIT_SCALE": is_unit(q, scale) and v.dtype != q.dtype, **warps(tile.warpgroups),
+            "HEAD_DIM": D, "STAGES": tile.stages, "Q_STAGES": tile.queries, "HIDDEN_SIDES": sides, "TABLE": table,
+            "CARRY": carry, "REPAIR": repair.value, "UNIT_SCALE": is_unit(q, scale) and v.dtype != q.dtype,
+            **warps(tile.warpgroups),
         },
     )  # fmt: skip
 
