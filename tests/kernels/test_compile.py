@@ -176,15 +176,17 @@ from benchmarks.compile_kernels import compile_launch, hopper_launches
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band
 from flashspan.masks.patterns import documents
 masks = {
-    "causal": {"mask": CAUSAL},
+    "causal": {"mask": CAUSAL, "num_batch": 16},
     "long": {"mask": CAUSAL, "num_tokens": 8192},
     "grouped": {"mask": CAUSAL, "num_key_heads": 2, "num_batch": 4},
-    "full": {"mask": EVERYTHING},
+    "full": {"mask": EVERYTHING, "num_batch": 16},
     "window": {"mask": Band(-100, 0)},
     "rows": {"mask": documents([1000] * 4 + [96])},
     "short": {"mask": CAUSAL, "num_tokens": 1024, "num_batch": 8},
-    "few": {"mask": CAUSAL, "num_tokens": 256, "num_key_heads": 1, "num_batch": 128, "scale": math.log(2)},
-    "wide": {"mask": Band(-4095, 0), "num_tokens": 8192},
+    "notes": {"mask": CAUSAL, "num_tokens": 1024, "num_batch": 4},
+    "notes of rows": {"mask": documents([424, 600]), "num_tokens": 1024, "num_batch": 4},
+    "few": {"mask": CAUSAL, "num_tokens": 256, "num_key_heads": 1, "num_batch": 1024, "scale": math.log(2)},
+    "wide": {"mask": Band(-4095, 0), "num_tokens": 8192, "num_batch": 2},
     "long rows": {"mask": documents([16384, 16384]), "num_tokens": 32768},
     "unit": {"mask": CAUSAL, "num_key_heads": 2, "num_batch": 8, "scale": math.log(2)},
     "unit window": {"mask": Band(-100, 0), "num_batch": 8, "scale": math.log(2)},
@@ -206,6 +208,7 @@ for kind, head_dim, dtype, mask, carry in json.loads(sys.argv[1]):
 PLAIN = [
     ("float16", 128, "bfloat16", "causal", "plain"),
     ("forward", 128, "bfloat16", "causal", "plain"),
+    ("forward", 128, "bfloat16", "notes", "plain"),
     ("forward", 160, "bfloat16", "causal", "plain"),
     ("backward", 128, "bfloat16", "causal", "plain"),
 ]
@@ -247,6 +250,11 @@ ALL += [
     for carry in ("plain", "carry")
 ]
 ALL += [("forward", head_dim, "bfloat16", "rows", "plain") for head_dim in (64, 128)]
+ALL += [
+    ("forward", head_dim, "bfloat16", mask, "plain")
+    for head_dim in (64, 128, 160, 256)
+    for mask in ("notes", "notes of rows")
+]
 ALL += [
     (kind, 64, "bfloat16", mask, carry)
     for kind in ("forward", "backward")
