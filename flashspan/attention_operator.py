@@ -201,7 +201,7 @@ def refuse_transforms() -> None:
 
 def refuse_batched(*grads: Tensor | None) -> None:
     """Raise an error for a backward pass of several gradients at once."""
-    if any(map(is_batched, grads)):
+    if any(gradient is not None and is_batched(gradient) for gradient in grads):
         raise RuntimeError(
             "attention has no rule for batched gradients: got is_grads_batched=True, or a vectorized Jacobian; call "
             "torch.autograd.grad once for each gradient"
@@ -236,7 +236,7 @@ class EagerAttention(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.call, ctx.versions = call, mask_versions(call.problem.mask)
         ctx.set_materialize_grads(False)
-        return out.to(q.dtype), lse
+        return (out if out.dtype == q.dtype else out.to(q.dtype)), lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:

@@ -268,7 +268,7 @@ def repeat_backward(
     parts = count_key_parts(q, k, problem.mask, False, not two_passes)  # for this GPU: meta tensors stand for an H200
     dq_parts = count_dq_parts(q, k, problem.mask, False)
     *temporary, _ = _backward_tensors(q.to("meta"), k.to("meta"), parts, dq_parts, False, two_passes, *grads)
-    return repeated_backward(launches, q.device, Room.of(temporary, grads, new_counter))
+    return repeated_backward(launches, q.device, grads, Room.of(temporary, grads, new_counter))
 
 
 def backward_of_output(

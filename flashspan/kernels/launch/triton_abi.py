@@ -10,9 +10,10 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from traceback import walk_tb
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import compile as triton_compile
 from triton.compiler.errors import CompilationError
 from triton.runtime import driver
+from triton.runtime.build import compile_module_from_src
 from triton.runtime.errors import OutOfResources, PTXASError
 from triton.runtime.jit import JITCallable, JITFunction
 
@@ -160,31 +162,42 @@ def run(compiled: Any, grid: tuple[int, ...], stream: int, arguments: list[Any])
     compiled.run(*(*grid, 1, 1)[:3], stream, *fixed, *arguments)
 
 
-def c_launcher(compiled: Any, grid: tuple[int, ...]) -> tuple[Callable[[int, list[Any]], None], list[Any]] | None:
-    """Return Triton's C function as a function of a stream and the arguments, and Triton's metadata of each descriptor.
+class LaunchForm(NamedTuple):
+    """What the driver needs to know to launch a compiled kernel, except its grid and parameters."""
 
-    None if it cannot be called directly: another vendor, a kernel with scratch memory, an unknown release.
-    """
-    launcher = compiled.run
-    if compiled.metadata.target.backend != "cuda" or launcher.global_scratch_size or launcher.profile_scratch_size:
+    function: int
+    threads: int
+    shared: int
+    early: bool  # may start before the kernel before it ends
+    types: list[str]
+    """The type of each parameter; "constexpr" for one that is compiled into the kernel."""
+    descriptors: list[dict[str, Any]]
+    """Triton's metadata of each descriptor."""
+
+
+def launch_form(compiled: Any) -> LaunchForm | None:
+    """None for a kernel that only Triton can launch: of another vendor, with scratch memory, or with clusters."""
+    launcher, metadata = compiled.run, compiled.metadata
+    if metadata.target.backend != "cuda" or launcher.global_scratch_size or launcher.profile_scratch_size:
         return None
-    launch, metadata = launcher.launch, []
-    if inspect.isfunction(launch):  # a Python function that encodes descriptors and then calls it
-        cells = zip(launch.__code__.co_freevars, launch.__closure__ or (), strict=True)
-        within = {name: cell.cell_contents for name, cell in cells}
-        launch, metadata = within["launcher"], within["tensordesc_meta"]
-    if None in metadata:
+    warps, blocks, shared = compiled.packed_metadata
+    descriptors = getattr(metadata, "tensordesc_meta", None) or []
+    if blocks != 1 or launcher.launch_cooperative_grid or None in descriptors:
         return None
-    size = (*grid, 1, 1)[:3]
-    kernel = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl)
-    hooks, scratch, packed = (None, None, None), (None, None), compiled.packed_metadata
-    if triton.__version__.startswith("3.6."):
-        fixed: tuple[Any, ...] = (*kernel, *scratch, packed, *hooks)
-        return lambda stream, arguments: launch(*size, stream, *fixed, *arguments), metadata
-    if triton.__version__.startswith("3.7."):
-        fixed = (*kernel, packed, *hooks, *scratch, launcher.arg_annotations, launcher.kernel_signature)
-        return lambda stream, arguments: launch(*size, stream, *fixed, arguments), metadata
-    return None
+    types = list(compiled.src.signature.values())
+    return LaunchForm(compiled.function, 32 * warps, shared, bool(launcher.launch_pdl), types, descriptors)
+
+
+@functools.cache
+def starter() -> Callable[[bytes, int, list[Any]], None] | None:
+    """The C function of start.c, compiled by Triton and stored in its cache; None on an unknown release."""
+    if not is_known():
+        return None
+    from triton.backends.nvidia import driver as nvidia
+
+    source = Path(__file__).with_name("start.c").read_text()
+    libraries = (nvidia.library_dirs(), nvidia.include_dirs, nvidia.libraries)
+    return compile_module_from_src(source, "flashspan_start", *libraries).start
 
 
 def encode_descriptor(form: Any, metadata: Any, address: int) -> Any:
