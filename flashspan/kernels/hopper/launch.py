@@ -329,7 +329,7 @@ def _backward_launches(
         },
     )  # fmt: skip
     if summed:
-        cast = cast_launch(sums, states, (dk_parts, dv_parts), (dq, dk, dv), padded, scale, block, claimed)
+        cast = cast_launch(sums, states, (dk_parts, dv_parts), (dq, dk, dv), scale, padded, block, claimed)
         return [prepare, *passes, cast]
     if sums.shape != dq.shape or dk_parts.shape != dk.shape:
         passes.append(add_gradients_launch((sums, dk_parts, dv_parts), (dq, dk, dv), accumulate))

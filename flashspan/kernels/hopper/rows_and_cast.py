@@ -57,13 +57,13 @@ def rows_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        *("T", "Tp", "s_b", "s_h", "s_t", "H", "s_dkb", "s_dkh", "s_dks", "s_dvb", "s_dvh", "s_dvs", "K", "S"),
+        *("s_b", "s_h", "s_t", "s_dkb", "s_dkh", "s_dks", "s_dvb", "s_dvh", "s_dvs", "H", "K", "T", "S", "Tp"),
         *("num_parts", "num_dq", "num_dk"),
     ]
 )
 def cast_kernel(
-    sums, states, dq, s_b, s_h, s_t, H, T, Tp, scale, dk_parts, dv_parts, dk, dv, s_dkb, s_dkh, s_dks, s_dvb, s_dvh,
-    s_dvs, K, S, num_parts, num_dq, num_dk, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr,
+    sums, states, dk_parts, dv_parts, dq, dk, dv, s_b, s_h, s_t, s_dkb, s_dkh, s_dks, s_dvb, s_dvh, s_dvs, H, K, T, S,
+    Tp, scale, num_parts, num_dq, num_dk, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr,
     CLAIMED: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Cast a block of dq in the first num_dq programs. With PARTS, add the parts of a block of dk in the next num_dk
@@ -82,30 +82,21 @@ def cast_kernel(
 
 
 def cast_launch(
-    sums: Tensor,
-    states: Tensor,
-    parts: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    padded: int,
-    scale: float,
-    block: int,
-    claimed: int,
+    sums: Tensor, states: Tensor, parts: Sequence[Tensor], grads: Sequence[Tensor], scale: float, *rows: int
 ) -> Launch:
-    """The launch that writes dq from its sums and, if dk and dv have parts, adds those."""
-    (B, H, T, D), (K, S) = grads[0].shape, grads[1].shape[1:3]
+    """The launch that writes dq from its sums and, if dk and dv have parts, adds those. `rows` are the rows of a head,
+    padded; of a block of sums; and those that share a state."""
+    (B, H, T, D), (K, S), (padded, block, claimed) = grads[0].shape, grads[1].shape[1:3], rows
     wide, num_parts = block_dim(D), parts[0].shape[1] // K
     num_dq = triton.cdiv(T, 32) * B * H
     num_dk = triton.cdiv(S, 2048 // wide) * B * K if num_parts > 1 else 0
-    dq_steps, *steps = [[step // 8 for step in x.stride()[:3]] for x in grads]
+    steps = [step // 8 for x in grads for step in x.stride()[:3]]
     return Launch(
         cast_kernel,
         (num_dq + 2 * num_dk,),
-        (
-            sums, states, grads[0], *dq_steps, H, T, padded, scale, *parts, *grads[1:], *steps[0], *steps[1], K, S,
-            num_parts, num_dq, num_dk,
-        ),
+        (sums, states, *parts, *grads, *steps, H, K, T, S, padded, scale, num_parts, num_dq, num_dk),
         {"D": D, "BD": wide, "BM": 32, "BLOCK": block, "CLAIMED": claimed, "PARTS": num_parts > 1},
-    )  # fmt: skip
+    )
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 // start(launches, stream, values): start the kernels of a pass, one after another.
 //
-// `launches` are the bytes that prepared.py describes: for each launch a Launch, then its parameters. `values` is a
+// `launches` are the bytes that replay.py describes: for each launch a Launch, then its parameters. `values` is a
 // list of addresses, which are kernel parameters themselves, and of Triton's tensor maps, each at the end of its object.
 // Triton's own launcher parses every argument of every launch, which takes as long as a third of the driver's work.
 #define PY_SSIZE_T_CLEAN

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from traceback import walk_tb
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -27,6 +27,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 from triton.runtime.jit import JITCallable, JITFunction
 
 RELEASES = ("3.6", "3.7")
+SLOW = "kernels use Triton's own launcher, and a short call takes 2 to 5 times as long on the host"
 
 
 @functools.cache
@@ -36,7 +37,7 @@ def is_known() -> bool:
     if not known:
         warnings.warn(
             f"flashspan's fast launcher was checked with Triton {', '.join(RELEASES)}, not with {triton.__version__}: "
-            f"kernels use Triton's own launcher, and a short call takes 2 to 5 times as long on the host",
+            f"{SLOW}",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -162,42 +163,37 @@ def run(compiled: Any, grid: tuple[int, ...], stream: int, arguments: list[Any])
     compiled.run(*(*grid, 1, 1)[:3], stream, *fixed, *arguments)
 
 
-class LaunchForm(NamedTuple):
-    """What the driver needs to know to launch a compiled kernel, except its grid and parameters."""
-
-    function: int
-    threads: int
-    shared: int
-    early: bool  # may start before the kernel before it ends
-    types: list[str]
-    """The type of each parameter; "constexpr" for one that is compiled into the kernel."""
-    descriptors: list[dict[str, Any]]
-    """Triton's metadata of each descriptor."""
-
-
-def launch_form(compiled: Any) -> LaunchForm | None:
-    """None for a kernel that only Triton can launch: of another vendor, with scratch memory, or with clusters."""
+def launch_form(compiled: Any) -> tuple[tuple[int, int, int, bool], list[str], list[Any]] | None:
+    """How the driver launches a kernel: its function, threads, bytes of shared memory, and whether it may start before
+    the previous kernel ends; the types of its parameters, "constexpr" for those compiled into it; Triton's metadata of
+    each descriptor. None for a kernel that only Triton can launch: of another vendor, with scratch memory or clusters.
+    """
     launcher, metadata = compiled.run, compiled.metadata
     if metadata.target.backend != "cuda" or launcher.global_scratch_size or launcher.profile_scratch_size:
         return None
     warps, blocks, shared = compiled.packed_metadata
-    descriptors = getattr(metadata, "tensordesc_meta", None) or []
+    descriptors = list(getattr(metadata, "tensordesc_meta", None) or [])
     if blocks != 1 or launcher.launch_cooperative_grid or None in descriptors:
         return None
-    types = list(compiled.src.signature.values())
-    return LaunchForm(compiled.function, 32 * warps, shared, bool(launcher.launch_pdl), types, descriptors)
+    kernel = (compiled.function, 32 * warps, shared, bool(launcher.launch_pdl))
+    return kernel, list(compiled.src.signature.values()), descriptors
 
 
 @functools.cache
 def starter() -> Callable[[bytes, int, list[Any]], None] | None:
-    """The C function of start.c, compiled by Triton and stored in its cache; None on an unknown release."""
+    """The C function of start.c, compiled by Triton and stored in its cache. None on an unknown release, or where it
+    cannot be compiled: a machine without a compiler may have Triton's own modules in its cache."""
     if not is_known():
         return None
     from triton.backends.nvidia import driver as nvidia
 
-    source = Path(__file__).with_name("start.c").read_text()
-    libraries = (nvidia.library_dirs(), nvidia.include_dirs, nvidia.libraries)
-    return compile_module_from_src(source, "flashspan_start", *libraries).start
+    try:
+        source = Path(__file__).with_name("start.c").read_text()
+        libraries = (nvidia.library_dirs(), nvidia.include_dirs, nvidia.libraries)
+        return compile_module_from_src(source, "flashspan_start", *libraries).start
+    except Exception as error:
+        warnings.warn(f"flashspan's fast launcher cannot be used: {error}; {SLOW}", RuntimeWarning, stacklevel=2)
+        return None
 
 
 def encode_descriptor(form: Any, metadata: Any, address: int) -> Any:

@@ -133,5 +133,20 @@ def test_two_addresses_follow_the_parameters() -> None:
     assert len(re.findall(pattern, place.read_text())) == (1 if module is driver else 2)
 
 
+def test_without_a_compiler_launches_use_tritons_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*call: object) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(driver, "library_dirs", list)
+    monkeypatch.setattr(triton_abi, "compile_module_from_src", fail)
+    triton_abi.starter.cache_clear()
+    try:
+        with pytest.warns(RuntimeWarning, match="Failed to find C compiler; kernels use Triton's own launcher"):
+            assert triton_abi.starter() is None
+        assert triton_abi.starter() is None, "one warning"
+    finally:
+        triton_abi.starter.cache_clear()
+
+
 def test_this_release_was_read() -> None:
     assert triton_abi.is_known()

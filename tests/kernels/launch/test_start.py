@@ -15,8 +15,8 @@ import pytest
 import torch
 from triton.backends.nvidia import driver
 
-from flashspan.kernels.launch import prepared
-from flashspan.kernels.launch.prepared import CONSTANT
+from flashspan.kernels.launch import replay
+from flashspan.kernels.launch.replay import CONSTANT, _parameter
 
 DRIVER = """
 #include "cuda.h"
@@ -49,7 +49,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ctypes.CDLL]:
     if compiler is None or torch.cuda.is_available():
         pytest.skip("needs a C compiler, and no driver that is loaded already")
     (tmp_path / "driver.c").write_text(DRIVER)
-    source, library = Path(prepared.__file__).with_name("start.c"), tmp_path / "libcuda.so.1"
+    source, library = Path(replay.__file__).with_name("start.c"), tmp_path / "libcuda.so.1"
     module = tmp_path / f"flashspan_start{sysconfig.get_config_var('EXT_SUFFIX')}"
     include = [f"-I{folder}" for folder in (*driver.include_dirs, sysconfig.get_paths()["include"])]
     common = [compiler, "-O1", "-Wall", "-Werror", "-shared", "-fPIC", *include]
@@ -77,8 +77,8 @@ def launch(early: bool, *parameters: bytes) -> bytes:
 def test_all_launches_of_a_pass_start_with_their_parameters(built: tuple[Any, ctypes.CDLL]) -> None:
     module, fake = forgotten(built)
     seen = (ctypes.c_uint64 * 256).in_dll(fake, "seen")
-    one = launch(True, prepared._parameter(1), prepared._parameter(CONSTANT, "i", -3), prepared._parameter(0))
-    two = launch(False, prepared._parameter(CONSTANT, "f", 0.5), prepared._parameter(CONSTANT, "q", 2**40))
+    one = launch(True, _parameter(1), _parameter(CONSTANT, "i", -3), _parameter(0))
+    two = launch(False, _parameter(CONSTANT, "f", 0.5), _parameter(CONSTANT, "q", 2**40))
     assert module.start(one + two, 99, [2**63 + 1, 2**40 + 2]) is None
     common = [5, 6, 7, 128, 1, 1, 4096, 99]
     first = [3, *common, 1, 6, 1, 2**40 + 2, 2**32 - 3, 2**63 + 1]
@@ -95,7 +95,7 @@ def test_a_tensor_map_is_passed_where_it_is(built: tuple[Any, ctypes.CDLL]) -> N
 
     x = Ends()
     x.x00 = held = object()
-    module.start(launch(False, prepared._parameter(0)), 0, [x])
+    module.start(launch(False, _parameter(0)), 0, [x])
     assert (ctypes.c_uint64 * 256).in_dll(fake, "seen")[12] == id(held)
 
 
