@@ -151,7 +151,7 @@ def test_parts_of_query_heads_are_replayed(gpu: Gpu) -> None:
         before = gpu.plain
         attend(gpu, x, CAUSAL, carried=carried)
         whole = 8 + (2 - 1) * carried  # a second forward and its repair, no cast
-        assert gpu.plain - before == whole + 1 + carried, "no cast of dq in the two passes, and with a carry in none"
+        assert gpu.plain - before == whole + 1 + carried, "the launch that casts dq, if there is one, adds the parts"
         before = gpu.plain
         attend(gpu, [y.clone() for y in x], CAUSAL, carried=carried)
         assert gpu.plain == before
