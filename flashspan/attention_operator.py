@@ -201,11 +201,12 @@ def refuse_transforms() -> None:
 
 def refuse_batched(*grads: Tensor | None) -> None:
     """Raise an error for a backward pass of several gradients at once."""
-    if any(map(is_batched, grads)):
-        raise RuntimeError(
-            "attention has no rule for batched gradients: got is_grads_batched=True, or a vectorized Jacobian; call "
-            "torch.autograd.grad once for each gradient"
-        )
+    for gradient in grads:
+        if gradient is not None and is_batched(gradient):
+            raise RuntimeError(
+                "attention has no rule for batched gradients: got is_grads_batched=True, or a vectorized Jacobian; "
+                "call torch.autograd.grad once for each gradient"
+            )
 
 
 def _save_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -236,7 +237,7 @@ class EagerAttention(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.call, ctx.versions = call, mask_versions(call.problem.mask)
         ctx.set_materialize_grads(False)
-        return out.to(q.dtype), lse
+        return (out if out.dtype == q.dtype else out.to(q.dtype)), lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
@@ -244,7 +245,8 @@ class EagerAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         call = ctx.call
         problem, backend = call.problem, call.backend
-        check_unchanged(problem.mask, ctx.versions)
+        if ctx.versions:
+            check_unchanged(problem.mask, ctx.versions)
         dout = torch.zeros_like(out, dtype=q.dtype) if dout is None else dense_rows(dout)
         tensors = (dout, dlse, q, k, v, out, lse)
         if call.backwards is not None and dlse is None and not torch.is_grad_enabled():

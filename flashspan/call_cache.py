@@ -76,8 +76,6 @@ def call_key(
     """
     if not q.is_cuda or torch.is_autocast_enabled("cuda"):
         return None
-    if not q.layout == k.layout == v.layout == torch.strided:
-        return None
     if is_transformed() or has_tangents():
         return None
     if type(dropout) is not float or dropout or type(backend) is not str or type(causal) is not bool:
@@ -86,15 +84,19 @@ def call_key(
         return None
     if mask is not None and (causal or window is not None or isinstance(mask, Tensor)):
         return None
-    q_steps, k_steps, v_steps = q.stride(), k.stride(), v.stride()
-    if not q_steps[-1:] == k_steps[-1:] == v_steps[-1:] == (1,):  # attention copies such tensors first
+    try:
+        q_steps, k_steps, v_steps = q.stride(), k.stride(), v.stride()
+        if not q_steps[-1] == k_steps[-1] == v_steps[-1] == 1:  # attention copies such tensors first
+            return None
+    except (RuntimeError, IndexError):  # sparse and nested tensors, tensors without dimensions
         return None
+    dtype = q.dtype
     return (
-        "attention", q.shape, k.shape, v.shape, q_steps, k_steps, v_steps, q.dtype, k.dtype, v.dtype,
+        "attention", q.shape, k.shape, v.shape, q_steps, k_steps, v_steps, dtype, k.dtype, v.dtype,
         q.get_device(), k.get_device(), v.get_device(),
         causal, window, mask if isinstance(mask, Band) else id(mask), scale, backend, bool(deterministic),
         torch.are_deterministic_algorithms_enabled(),
-        q.dtype == torch.float32 and torch.get_float32_matmul_precision(),
+        dtype == torch.float32 and torch.get_float32_matmul_precision(),
     )  # fmt: skip
 
 

@@ -51,8 +51,17 @@ def agree_on_placement(make: Callable[[], Placement], gather: Callable[[Sequence
     return placement
 
 
-def check_one_rank(settings: Settings, placement: Callable[[int], Placement], num_tokens: int) -> None:
-    """ValueError if the only rank does not have all tokens of `num_tokens`, or if its layout function is wrong."""
+def check_one_rank(settings: Settings, placement: Callable[[int], Placement], q: object, k: object) -> None:
+    """ValueError if the only rank's queries and keys are not the same tokens, or not all of `num_tokens`, or if its
+    layout function is wrong. Other errors are those of `flashspan.attention`."""
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor)):
+        return
+    shape, key_shape = q.shape, k.shape  # each takes as long as a call of a function
+    if not len(shape) == len(key_shape) == 4:
+        return
+    num_tokens = shape[2]
+    if num_tokens != key_shape[2]:
+        check_same_tokens(q, k)
     if settings.num_tokens is not None or callable(settings.layout):
         declared = num_tokens if settings.num_tokens is None else settings.num_tokens
         check_shards(settings.layout, placement(declared), (num_tokens,))

@@ -150,7 +150,6 @@ class ContextAttention:
         self.rank = outer.rank * inner.num_ranks + inner.rank
         self.num_ranks = outer.num_ranks * inner.num_ranks
         self.local: LocalAttention = Chosen(settings.backend, settings.deterministic)
-        self._attend_alone = partial(attention, backend=settings.backend, deterministic=settings.deterministic)
         self._cores: OrderedDict[Any, Core] = OrderedDict()
         self._versions = _NO_MASK
         self._digested: tuple[object, int] = (None, digest(None))
@@ -180,9 +179,14 @@ class ContextAttention:
         if unknown:
             raise unknown_argument(unknown)
         if self.num_ranks == 1 and not in_kept_block():
-            self._check_alone(q, k, mask)
-            rest = {"scale": scale, "dropout": dropout, "seed": seed, "generator": generator, "return_lse": return_lse}
-            return self._attend_alone(q, k, v, causal=causal, window=window, mask=mask, **rest)
+            check_one_rank(self.settings, self.placement, q, k)
+            if mask is not None or self._versions is not _NO_MASK:
+                self._check_mask(mask)
+            return attention(  # type: ignore[call-overload, misc]
+                q, k, v, causal=causal, window=window, mask=mask, scale=scale, dropout=dropout, return_lse=return_lse,
+                seed=seed, generator=generator, backend=self.settings.backend,
+                deterministic=self.settings.deterministic,
+            )  # fmt: skip
         refuse_transforms()
         self.outer.caller = self.inner.caller = threading.get_ident()
         q, k, v = autocast(q, k, v)
@@ -197,13 +201,6 @@ class ContextAttention:
         with torch.autocast(q.device.type, enabled=False):  # sums stay float32
             out, lse = Attend.apply(q, k, v, core, Options(scale_of(q, scale), k.shape[1], drop))
         return (out, lse) if return_lse else out
-
-    def _check_alone(self, q: Tensor, k: Tensor, mask: Mask | Tensor | None) -> None:
-        """The checks of a call on one rank; `flashspan.attention` makes the others."""
-        if isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == k.dim() == 4:
-            check_same_tokens(q, k)
-            check_one_rank(self.settings, self.placement, q.shape[2])
-        self._check_mask(mask)
 
     def _check_mask(self, mask: object) -> None:
         """RuntimeError if the mask was used in the last call and has been changed since."""

@@ -14,7 +14,7 @@ def kept_dtype(q: Tensor) -> torch.dtype:
     Rounding the output to 16 bits also rounds delta. If the softmax is sharp, the error of the gradients is then up to
     4 times their own rounding. Our GPU kernels accept this, as PyTorch's do; the CPU does not (docs/numerics.md).
     """
-    return torch.promote_types(q.dtype, torch.float32) if q.device.type == "cpu" else q.dtype
+    return torch.promote_types(q.dtype, torch.float32) if q.is_cpu else q.dtype
 
 
 def row_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:

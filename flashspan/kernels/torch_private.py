@@ -23,9 +23,20 @@ def is_transformed() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
-def is_batched(gradient: Tensor | None) -> bool:
-    """Whether a gradient is batched, as with `torch.autograd.grad(..., is_grads_batched=True)`."""
-    return gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient)
+is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+"""Whether a gradient is batched, as with `torch.autograd.grad(..., is_grads_batched=True)`."""
+
+
+def current_index(device: torch.device) -> Callable[[], int | None]:
+    """Return a function that returns the current GPU's index, if `device` is a GPU; otherwise None, its own index."""
+    return torch._C._cuda_getDevice if device.type == "cuda" else lambda: device.index
+
+
+def empty_strided(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
+    """Return a function of shape, strides and dtype that allocates on the CPU or the current GPU, in half the time of
+    `torch.empty_strided`."""
+    guards: Any = torch._C._dynamo.guards
+    return guards._empty_strided_cuda if device.type == "cuda" else guards._empty_strided_cpu
 
 
 def has_tangents() -> bool:

@@ -21,7 +21,6 @@ from flashspan.kernels.portable.gradient_parts import (
     MOST_PARTS,
     ROUNDS,
     add_gradients_launch,
-    add_parts_launch,
     count_equal_parts,
     count_parts,
 )
@@ -140,9 +139,9 @@ def test_few_key_heads_become_several(
         assert names(launches)[2:] == [*last, *([] if deterministic else ["cast_kernel"])]
         assert all(x.dtype == torch.bfloat16 for x in rooms)
         return
-    assert names(launches)[2:] == [*last, "add_parts_kernel", *([] if deterministic else ["cast_kernel"])]
+    assert names(launches)[2:] == [*last, "add_gradients_kernel" if deterministic else "cast_kernel"]
     assert all(x.shape == (1, heads[1] * parts, tokens, head_dim) and x.dtype == torch.float32 for x in rooms)
-    assert numbers(launches[2 + deterministic])["num_parts"] == parts
+    assert numbers(launches[-1])["query_parts" if deterministic else "num_parts"] == parts
     # The query heads of a part share its head of K and V, and each is in exactly one part.
     served = [(part * keys["G"] + g, part // parts) for part in range(keys["K"]) for g in range(keys["G"])]
     assert served == [(head, head // (heads[0] // heads[1])) for head in range(heads[0])]
@@ -177,11 +176,13 @@ def test_queries_of_few_keys_are_divided() -> None:
     assert parts > 1
     assert [main["desc_dk"].base, main["desc_dv"].base] == rooms
     assert all(x.shape == (1, 16 * parts, 77, 64) and x.dtype == torch.float32 for x in rooms)
-    assert names(launches)[2:] == ["add_parts_kernel", "cast_kernel"]
+    assert names(launches)[2:] == ["cast_kernel"]
+    assert launches[2].constants["PARTS"]
     for more in ({"mask": CAUSAL}, {"accumulate": True}, {"deterministic": True}):
         options = {"mask": EVERYTHING, **more}
         launches, rooms = launches_of((16, 16), 4096, 64, keys=77, **options)
-        assert "add_parts_kernel" not in names(launches), more
+        assert "add_gradients_kernel" not in names(launches), more
+        assert not launches[-1].constants.get("PARTS"), more
 
 
 @pytest.mark.parametrize(
@@ -215,23 +216,27 @@ def test_keys_of_few_blocks_of_queries_are_divided(
     assert (added["key_parts"], added["query_parts"]) == (parts, rooms[0].shape[1] // heads[1])
     launches, _ = launches_of(heads, lengths[0], 256, mask, keys=lengths[1], deterministic=True, accumulate=True)
     assert numbers(launches[2])["num_parts"] == 1
-    assert "add_gradients_kernel" not in names(launches)
+    assert all(numbers(launch)["key_parts"] == 1 for launch in launches[3:])
 
 
 @interpreted
 @pytest.mark.parametrize("head_dim", [16, 40, 160, 256])
 @pytest.mark.parametrize(("key_parts", "query_parts"), [(3, 1), (1, 4), (5, 2)])
-def test_the_sums_of_parts_of_all_gradients_are_right(head_dim: int, key_parts: int, query_parts: int) -> None:
+@pytest.mark.parametrize("add", [False, True])
+def test_the_sums_of_parts_of_all_gradients_are_right(
+    head_dim: int, key_parts: int, query_parts: int, add: bool
+) -> None:
     generator = torch.Generator().manual_seed(0)
     sizes = ((4, 37, key_parts), (2, 63, query_parts), (2, 63, query_parts))
     parts = [torch.randn(2, heads * n, length, head_dim, generator=generator) for heads, length, n in sizes]
-    made = [torch.full((2, length, heads, head_dim), torch.nan).transpose(1, 2) for heads, length, _ in sizes]
-    add_gradients_launch(parts, made)()
+    held = 1.0 if add else torch.nan
+    made = [torch.full((2, length, heads, head_dim), held).transpose(1, 2) for heads, length, _ in sizes]
+    add_gradients_launch(parts, made, add)()
     for got, x, (heads, length, n) in zip(made, parts, sizes, strict=True):
         if n == 1:
-            assert got.isnan().all(), "its own part"
+            assert got.isnan().all() or (got == held).all(), "its own part"
         else:
-            torch.testing.assert_close(got, x.view(2, heads, n, length, head_dim).sum(2))
+            torch.testing.assert_close(got, x.view(2, heads, n, length, head_dim).sum(2) + (1.0 if add else 0.0))
 
 
 PROGRAM = """
@@ -259,18 +264,6 @@ def test_the_pass_for_dq_in_parts_compiles_without_spills() -> None:
         assert queries[:2] == [0, 168]
         assert add[0] == 0
         assert max(queries[2], add[2]) <= 232448
-
-
-@interpreted
-@pytest.mark.parametrize("head_dim", [16, 40, 64, 128])
-@pytest.mark.parametrize("add", [False, True])
-def test_the_sum_of_parts_is_right(head_dim: int, add: bool) -> None:
-    generator = torch.Generator().manual_seed(0)
-    parts = [torch.randn(2, 6, 37, head_dim, generator=generator) for _ in range(2)]
-    made = [torch.full((2, 37, 2, head_dim), 1.0 if add else torch.nan).transpose(1, 2) for _ in range(2)]
-    add_parts_launch(*parts, *made, add)()
-    for got, x in zip(made, parts, strict=True):
-        torch.testing.assert_close(got, x.view(2, 2, 3, 37, head_dim).sum(2) + (1.0 if add else 0.0))
 
 
 @interpreted

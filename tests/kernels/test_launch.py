@@ -163,25 +163,13 @@ def test_three_warpgroups_multiply_where_blocks_are_many_and_alike(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel is compiled here, not interpreted")
 def test_sequences_may_lie_two_to_the_31_numbers_apart() -> None:
     launch = pytest.importorskip("flashspan.kernels.hopper.launch")
-    dq = torch.empty_strided((2, 1, 1, 64), (2**31, 64, 64, 1), dtype=torch.bfloat16)
-    assert launch.is_aligned(dq)
-    dq[1] = 7.0
-    launch.cast_kernel[(2,)](
-        torch.ones(64, 256),
-        torch.zeros(2, dtype=torch.int32),
-        dq,
-        *(step // 8 for step in dq.stride()[:3]),
-        1,
-        1,
-        128,
-        1.0,
-        D=64,
-        BD=64,
-        BM=32,
-        BLOCK=128,
-        CLAIMED=0,
-    )
-    assert dq[1].eq(1.0).all()
+    dq, dk, dv = (torch.empty_strided((2, 1, 1, 64), (2**31, 64, 64, 1), dtype=torch.bfloat16) for _ in range(3))
+    for x in (dq, dk, dv):
+        assert launch.is_aligned(x)
+        x[1] = 7.0
+    parts = torch.ones(2, 2, 1, 64), torch.ones(2, 2, 1, 64)
+    launch.cast_launch(torch.ones(64, 256), torch.zeros(2, dtype=torch.int32), parts, (dq, dk, dv), 1.0, 128, 128, 0)()
+    assert [x[1].unique().tolist() for x in (dq, dk, dv)] == [[1.0], [2.0], [2.0]]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel is compiled here, not interpreted")
@@ -305,8 +293,9 @@ def test_v_in_float16_is_made_where_enough_queries_see_a_key() -> None:
     ("head_dim", "wide", "block", "claimed"),
     [(64, 64, 128, 128), (40, 64, 128, 128), (128, 128, 64, 64), (72, 128, 64, 64), (128, 128, 64, 128)],
 )
+@pytest.mark.parametrize("num_parts", [1, 4])
 def test_sums_of_dq_lie_as_products_leave_them_and_the_cast_puts_them_right(
-    head_dim: int, wide: int, block: int, claimed: int
+    head_dim: int, wide: int, block: int, claimed: int, num_parts: int
 ) -> None:
     launch = pytest.importorskip("flashspan.kernels.hopper.launch")
     heads, queries, padded = 3, 200, 256
@@ -320,21 +309,14 @@ def test_sums_of_dq_lie_as_products_leave_them_and_the_cast_puts_them_right(
     states = torch.ones(heads * padded // claimed, dtype=torch.int32)
     states[1] = 0  # no program has added there
     rows.view(-1, claimed, wide)[1] = 0
-    launch.cast_kernel[(-(-queries // 32) * heads,)](
-        sums,
-        states,
-        dq,
-        *(step // 8 for step in dq.stride()[:3]),
-        heads,
-        queries,
-        padded,
-        2.0,
-        D=head_dim,
-        BD=wide,
-        BM=32,
-        BLOCK=block,
-        CLAIMED=claimed,
-    )
+    keys = [torch.randn(1, 2 * num_parts, 70, head_dim, generator=generator) for _ in range(2)]
+    made = [torch.full((1, 70, 2, head_dim), float("nan"), dtype=torch.bfloat16).transpose(1, 2) for _ in range(2)]
+    launch.cast_launch(sums, states, keys, (dq, *made), 2.0, padded, block, claimed)()
+    for got, x in zip(made, keys, strict=True):
+        if num_parts == 1:
+            assert got.isnan().all(), "its own part"
+        else:
+            torch.testing.assert_close(got, x.view(1, 2, num_parts, 70, head_dim).sum(2).bfloat16())
     assert torch.equal(dq[0], (rows[:, :queries, :head_dim] * 2).bfloat16())
 
 

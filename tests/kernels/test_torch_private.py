@@ -39,13 +39,34 @@ def test_a_batched_gradient_is_seen() -> None:
     y.backward(torch.ones(2), retain_graph=True)
     torch.autograd.grad(y, x, torch.ones(3, 2), is_grads_batched=True)
     assert seen == [False, True]
-    assert not torch_private.is_batched(None)
 
 
 def test_a_level_of_forward_derivatives_is_seen() -> None:
     assert not torch_private.has_tangents()
     with forward_ad.dual_level():
         assert torch_private.has_tangents()
+
+
+def devices() -> list[torch.device]:
+    found = [torch.device("cpu")]
+    return [*found, torch.device("cuda", 0)] if torch.cuda.is_available() else found
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_an_empty_tensor_has_the_strides_asked_for(inference: bool) -> None:
+    for device in devices():
+        with torch.inference_mode(inference):
+            x = torch_private.empty_strided(device)((2, 3, 5), (30, 1, 3), torch.bfloat16)
+        want = (torch.Size((2, 3, 5)), (30, 1, 3), torch.bfloat16, device, inference)
+        assert (x.shape, x.stride(), x.dtype, x.device, x.is_inference()) == want
+        assert hasattr(torch._C._dynamo.guards, "_empty_strided_cuda"), "where there is no GPU too"
+
+
+def test_the_current_device_is_found() -> None:
+    for device in devices():
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        assert torch_private.current_index(device)() == device.index
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -22,7 +22,7 @@ from flashspan.kernels.hopper.lists import lists_forward_launch, refusal
 from flashspan.kernels.hopper.one_pass import backward_launch, count_key_parts
 from flashspan.kernels.hopper.parts import is_unit, new_rows
 from flashspan.kernels.hopper.repair import KEEP_ROWS, MARK_ROWS, MOST_KEYS, MOST_TILES, NOTE_ROWS
-from flashspan.kernels.hopper.rows_and_cast import cast_kernel, rows_kernel
+from flashspan.kernels.hopper.rows_and_cast import cast_launch, rows_kernel
 from flashspan.kernels.hopper.tensors import (
     BackwardInputs,
     aligned,
@@ -41,7 +41,7 @@ from flashspan.kernels.masks import Band, Blocks, Mask, Rows, unpack
 from flashspan.kernels.portable import decode, few_tiles
 from flashspan.kernels.portable.arguments import LOG2E, empty_outputs, mask_arguments
 from flashspan.kernels.portable.forward import forward_launch as repair_launch
-from flashspan.kernels.portable.gradient_parts import add_gradients_launch, add_parts_launch, empty_parts
+from flashspan.kernels.portable.gradient_parts import add_gradients_launch, empty_parts
 from flashspan.kernels.portable.tiles import multiprocessors
 
 
@@ -286,7 +286,7 @@ def repeat_backward(
     parts = count_key_parts(q, k, problem.mask, False, not two_passes)  # for this GPU: meta tensors stand for an H200
     dq_parts = count_dq_parts(q, k, problem.mask, False)
     *temporary, _ = _backward_tensors(q.to("meta"), k.to("meta"), parts, dq_parts, False, two_passes, *grads)
-    return repeated_backward(launches, q.device, Room.of(temporary, grads, new_counter))
+    return repeated_backward(launches, q.device, grads, Room.of(temporary, grads, new_counter))
 
 
 def backward_of_output(
@@ -316,8 +316,8 @@ def _backward_launches(
     two_passes: bool,
     of_output: bool,
 ) -> list[Launch] | None:
-    """The launches of backward: one that prepares rows; one or two passes; one that adds the parts of gradients, if
-    there are parts; and a cast of dq, if it was not summed in place. None if a tensor is not aligned. `of_output`: the
+    """The launches of backward: one that prepares rows; one or two passes; and one that casts dq, if it was not summed
+    in place, and adds the parts of gradients, if there are parts. None if a tensor is not aligned. `of_output`: the
     tensor in delta's place is out."""
     dout, q, k, v, lse, delta, dq, dk, dv, *tables = tensors[:-7]
     minus_lse, minus_delta, sums, dk_parts, dv_parts, states, counter = tensors[-7:]
@@ -330,10 +330,6 @@ def _backward_launches(
         dout, q, k, v, minus_lse, minus_delta, mask, scale, sums, dk_parts, dv_parts, accumulate, states, counter
     )
     passes = two_pass_launches(given) if two_passes else [backward_launch(given)]
-    if not summed and sums.shape != dq.shape:
-        passes.append(add_gradients_launch((sums, dk_parts, dv_parts), (dq, dk, dv)))
-    elif dk_parts.shape != dk.shape:
-        passes.append(add_parts_launch(dk_parts, dv_parts, dk, dv, accumulate))
     block = passes[0].arguments[0].block_shape[2] if summed else 0  # queries whose dQ is added together
     grain = mask.block[0] if isinstance(mask, Blocks) else block  # rows of sums that are claimed together
     claimed = grain if passes[0].constants.get("FIRST_STORES", False) else 0
@@ -350,13 +346,9 @@ def _backward_launches(
             "STATES": 128 // claimed if claimed else 0, "num_warps": 8,
         },
     )  # fmt: skip
-    if not summed:
-        return [prepare, *passes]
-    steps = [step // 8 for step in dq.stride()[:3]]
-    finish = Launch(
-        cast_kernel,
-        (triton.cdiv(T, 32) * B * H,),
-        (sums, states, dq, *steps, H, T, padded, scale),
-        {"D": D, "BD": wide, "BM": 32, "BLOCK": block, "CLAIMED": claimed},
-    )
-    return [prepare, *passes, finish]
+    if summed:
+        cast = cast_launch(sums, states, (dk_parts, dv_parts), (dq, dk, dv), scale, padded, block, claimed)
+        return [prepare, *passes, cast]
+    if sums.shape != dq.shape or dk_parts.shape != dk.shape:
+        passes.append(add_gradients_launch((sums, dk_parts, dv_parts), (dq, dk, dv), accumulate))
+    return [prepare, *passes]

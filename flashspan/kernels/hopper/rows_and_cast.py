@@ -1,12 +1,19 @@
-"""The kernels before and after a backward pass: they compute -lse and -delta of each row, and cast dq to its dtype."""
+"""The kernels before and after a backward pass. The first computes -lse and -delta of each row. The second casts dq to
+its dtype, and adds the parts of dk and dv (portable/gradient_parts.py)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from flashspan.kernels.hopper.parts import store_rows
+from flashspan.kernels.hopper.tensors import block_dim
+from flashspan.kernels.launch.launch import Launch
 from flashspan.kernels.portable.common import load_tile
+from flashspan.kernels.portable.gradient_parts import add_block
 
 
 @triton.jit(do_not_specialize=["s_ob", "s_oh", "s_ot", "s_db", "s_dh", "s_dt", "H", "T", "Tp"])
@@ -48,21 +55,65 @@ def rows_kernel(
         tl.store(p_state, tl.zeros([STATES], tl.int32))
 
 
-@triton.jit(do_not_specialize=["T", "Tp", "s_b", "s_h", "s_t", "H"])
+@triton.jit(
+    do_not_specialize=[
+        *("s_b", "s_h", "s_t", "s_dkb", "s_dkh", "s_dks", "s_dvb", "s_dvh", "s_dvs", "H", "K", "T", "S", "Tp"),
+        *("num_parts", "num_dq", "num_dk"),
+    ]
+)
 def cast_kernel(
-    sums, states, dq, s_b, s_h, s_t, H, T, Tp, scale, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
+    sums, states, dk_parts, dv_parts, dq, dk, dv, s_b, s_h, s_t, s_dkb, s_dkh, s_dks, s_dvb, s_dvh, s_dvs, H, K, T, S,
+    Tp, scale, num_parts, num_dq, num_dk, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr,
+    CLAIMED: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Cast a block of dq in the first num_dq programs. With PARTS, add the parts of a block of dk in the next num_dk
+    programs, of dv in the others. Strides are in units of 8 elements."""
+    i = tl.program_id(0)
+    if i < num_dq:
+        cast_block(sums, states, dq, i, s_b, s_h, s_t, H, T, Tp, scale, D, BD, BM, BLOCK, CLAIMED)
+    elif PARTS:
+        if i < num_dq + num_dk:
+            o_b, o_h = tl.cast(s_dkb, tl.int64) * 8, tl.cast(s_dkh, tl.int64) * 8
+            add_block(dk_parts, dk, i - num_dq, o_b, o_h, s_dks * 8, K, S, num_parts, D, BD, 2048 // BD, False)
+        else:
+            o_b, o_h = tl.cast(s_dvb, tl.int64) * 8, tl.cast(s_dvh, tl.int64) * 8
+            i -= num_dq + num_dk
+            add_block(dv_parts, dv, i, o_b, o_h, s_dvs * 8, K, S, num_parts, D, BD, 2048 // BD, False)
+
+
+def cast_launch(
+    sums: Tensor, states: Tensor, parts: Sequence[Tensor], grads: Sequence[Tensor], scale: float, *rows: int
+) -> Launch:
+    """The launch that writes dq from its sums and, if dk and dv have parts, adds those. `rows` are the rows of a head,
+    padded; of a block of sums; and those that share a state."""
+    (B, H, T, D), (K, S), (padded, block, claimed) = grads[0].shape, grads[1].shape[1:3], rows
+    wide, num_parts = block_dim(D), parts[0].shape[1] // K
+    num_dq = triton.cdiv(T, 32) * B * H
+    num_dk = triton.cdiv(S, 2048 // wide) * B * K if num_parts > 1 else 0
+    steps = [step // 8 for x in grads for step in x.stride()[:3]]
+    return Launch(
+        cast_kernel,
+        (num_dq + 2 * num_dk,),
+        (sums, states, *parts, *grads, *steps, H, K, T, S, padded, scale, num_parts, num_dq, num_dk),
+        {"D": D, "BD": wide, "BM": 32, "BLOCK": block, "CLAIMED": claimed, "PARTS": num_parts > 1},
+    )
+
+
+@triton.jit
+def cast_block(
+    sums, states, dq, i, s_b, s_h, s_t, H, T, Tp, scale, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
     BLOCK: tl.constexpr, CLAIMED: tl.constexpr,
 ):  # fmt: skip
-    """dq = sums * scale, in dq's dtype. Strides of dq are in units of 8 elements. If CLAIMED is not 0, that many rows
-    of sums share a state. If the state is 0, nothing was added, and dq is 0.
+    """dq = sums * scale, in dq's dtype, for block i of BM rows. If CLAIMED is not 0, that many rows of sums share a
+    state. If the state is 0, nothing was added, and dq is 0.
 
     Sums are stored in blocks of BLOCK rows, in the order of a matmul's registers. A warpgroup has 64 rows and 64
     columns, a warp 16 of the rows. In each group of 8 columns, a thread has 2 columns of two rows that are 8 apart.
     """
     num_blocks = tl.cdiv(T, BM)
-    i_bh = tl.program_id(0) // num_blocks
+    i_bh = i // num_blocks
     i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
-    m0 = tl.program_id(0) % num_blocks * BM
+    m0 = i % num_blocks * BM
     o_m = tl.arange(0, BM)
     o_d = tl.arange(0, BD)
     here = (m0 + o_m < T)[:, None] & (o_d < D)[None, :]

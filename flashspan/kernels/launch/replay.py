@@ -2,14 +2,15 @@
 
 The layouts of the tensors and a few values determine a launch, except for its addresses: the grid, the numbers, the
 compiled kernel, the descriptors. So only the first call with a cache key builds its launches and uses Triton's
-launcher. A repeated call fills in the addresses and calls the launcher's C function. No tensor is stored.
+launcher. A repeated call fills in the addresses and calls one C function (start.c), which starts all launches of the
+pass. No tensor is stored.
 """
 
 from __future__ import annotations
 
 import copy
+import struct
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -19,11 +20,18 @@ from flashspan.kernels.contract import Carry, Grads, Repeat, RepeatBackward
 from flashspan.kernels.launch import triton_abi
 from flashspan.kernels.launch.cache import CACHE
 from flashspan.kernels.launch.compiling import launch_together
-from flashspan.kernels.launch.launch import Launch, on
+from flashspan.kernels.launch.launch import Launch
 from flashspan.kernels.masks.mask import Mask, Packed
+from flashspan.kernels.torch_private import current_index, empty_strided
 
 KEPT_ADDRESSES = 256
 """Number of encoded addresses at which the cache of one descriptor is cleared."""
+
+FORMATS = {"i32": "i", "i64": "q", "fp32": "f", "u1": "?", "i1": "?"}
+"""The types of numbers that kernels take, as `struct` formats."""
+
+CONSTANT = -1
+"""The place of a parameter that is not an address."""
 
 
 def replay(
@@ -44,7 +52,7 @@ def replay(
     key = _key(build, inputs, tables, [address & 15 for address in (*before, *after)], values)
     known = CACHE.get(key)
     if known is not None and not triton_abi.is_watched():
-        _launch_at(known, [*before, *tables.addresses, *after], device)
+        known([*before, *tables.addresses, *after], triton_abi.stream_of(device.index))
         return True
     # This call may pass one tensor twice, and the next one two tensors. So each argument becomes an object of its own.
     tensors = [x.detach() for x in (*inputs, *tables.tensors, *outputs)]
@@ -54,16 +62,15 @@ def replay(
     kernels = launch_together(launches)
     if not kernels:
         return True
-    found = [PreparedLaunch.of(launch, kernel, tensors) for launch, kernel in zip(launches, kernels, strict=True)]
-    complete = [prepared for prepared in found if prepared is not None]
-    if len(complete) == len(found):
-        CACHE.keep(key, complete)
+    prepared = PreparedPass.of(launches, kernels, tensors)
+    if prepared is not None:
+        CACHE.keep(key, prepared)
     return True
 
 
 def recall(
     build: Callable[..., Any], inputs: Sequence[Tensor], tables: Packed, num_outputs: int, *values: Hashable
-) -> list[PreparedLaunch] | None:
+) -> PreparedPass | None:
     """The launches that `replay` has cached for such a call with 16-byte aligned addresses; None if there are none."""
     return CACHE.get(_key(build, inputs, tables, [0] * (len(inputs) + num_outputs), values))
 
@@ -98,12 +105,14 @@ class Room(NamedTuple):
                 num_bytes += -(-x.untyped_storage().nbytes() // ALIGNMENT) * ALIGNMENT
         return cls(places, num_bytes, counter)
 
-    def allocate(self, results: Sequence[int], device: torch.device) -> tuple[list[int], list[Tensor]]:
-        """The addresses of the temporary tensors, given those of the results; and the memory, which must exist until
-        the launches are queued."""
+    def allocate(
+        self, results: Sequence[int], device: torch.device, empty: Callable[..., Tensor]
+    ) -> tuple[list[int], list[Tensor]]:
+        """The addresses of the temporary tensors, given those of the results; and the memory, allocated with `empty`,
+        which must exist until the launches are queued."""
         held, start = [], 0
         if self.num_bytes:
-            held.append(torch.empty(self.num_bytes, dtype=torch.uint8, device=device))
+            held.append(empty((self.num_bytes,), (1,), torch.uint8))
             start = held[0].data_ptr()
         addresses = [start + offset if same is None else results[same] for same, offset in self.places]
         if self.counter is not None:
@@ -113,59 +122,61 @@ class Room(NamedTuple):
 
 
 def repeated_forward(
-    launches: list[PreparedLaunch] | None, device: torch.device, outputs: Sequence[Tensor], room: Room
+    launches: PreparedPass | None, device: torch.device, outputs: Sequence[Tensor], room: Room
 ) -> Repeat | None:
     """A forward pass that repeats the launches from `recall`; None if there are none. `outputs` are meta tensors with
     the layouts of out and lse."""
     if launches is None:
         return None
-    # `empty_like` of a meta tensor would take 25 us.
-    (out_shape, out_steps, out_dtype), (lse_shape, lse_steps, lse_dtype) = [
-        (x.shape, x.stride(), x.dtype) for x in outputs
-    ]
-    empty = torch.empty_strided
+    index, current, empty = device.index, current_index(device), empty_strided(device)
+    out_layout, lse_layout = map(_layout, outputs)
 
     def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Carry | None:
         at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
         if (at_q | at_k | at_v) & 15 or triton_abi.is_watched():
             return None
-        with on(device):
-            out = empty(out_shape, out_steps, dtype=out_dtype, device=device)
-            lse = empty(lse_shape, lse_steps, dtype=lse_dtype, device=device)
-            results = out.data_ptr(), lse.data_ptr()
-            temporary, held = room.allocate(results, device)
-            _launch_at(launches, [at_q, at_k, at_v, *mask.packed.addresses, *results, *temporary], device)
-            del held
+        if current() != index:
+            with torch.cuda.device(device):
+                return forward(q, k, v, mask)
+        out, lse = empty(*out_layout), empty(*lse_layout)
+        results = out.data_ptr(), lse.data_ptr()
+        temporary, held = room.allocate(results, device, empty)
+        launches([at_q, at_k, at_v, *mask.packed.addresses, *results, *temporary], triton_abi.stream_of(index))
+        del held
         return Carry(out, lse)
 
     return forward
 
 
-def repeated_backward(launches: list[PreparedLaunch] | None, device: torch.device, room: Room) -> RepeatBackward | None:
-    """`repeated_forward` for a backward pass."""
+def repeated_backward(
+    launches: PreparedPass | None, device: torch.device, grads: Sequence[Tensor], room: Room
+) -> RepeatBackward | None:
+    """`repeated_forward` for a backward pass. `grads` are meta tensors with the layouts of dq, dk and dv."""
     if launches is None:
         return None
+    index, current, empty = device.index, current_index(device), empty_strided(device)
+    dq_layout, dk_layout, dv_layout = map(_layout, grads)
 
     def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask) -> Grads | None:
         # in the order of the launches' builders
         inputs = [dout.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), lse.data_ptr(), out.data_ptr()]
         if (inputs[0] | inputs[1] | inputs[2] | inputs[3] | inputs[4] | inputs[5]) & 15 or triton_abi.is_watched():
             return None
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        with on(device):
-            results = dq.data_ptr(), dk.data_ptr(), dv.data_ptr()
-            temporary, held = room.allocate(results, device)
-            _launch_at(launches, [*inputs, *results, *mask.packed.addresses, *temporary], device)
-            del held
+        if current() != index:
+            with torch.cuda.device(device):
+                return backward(dout, q, k, v, out, lse, mask)
+        dq, dk, dv = empty(*dq_layout), empty(*dk_layout), empty(*dv_layout)
+        results = dq.data_ptr(), dk.data_ptr(), dv.data_ptr()
+        temporary, held = room.allocate(results, device, empty)
+        launches([*inputs, *results, *mask.packed.addresses, *temporary], triton_abi.stream_of(index))
+        del held
         return dq, dk, dv
 
     return backward
 
 
-def _launch_at(launches: list[PreparedLaunch], addresses: list[int], device: torch.device) -> None:
-    stream = triton_abi.stream_of(device.index)
-    for launch in launches:
-        launch(addresses, stream)
+def _layout(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    return tuple(x.shape), x.stride(), x.dtype
 
 
 def _key(
@@ -179,55 +190,62 @@ def _key(
     return build, tables.what, values, inputs[0].device, *layouts, tables.layouts, *alignments
 
 
-@dataclass(frozen=True)
-class PreparedLaunch:
-    """A launch without its addresses."""
+class PreparedPass(NamedTuple):
+    """The launches of a pass. Called with the addresses of its tensors and a stream, it starts them."""
 
-    launch: Callable[[int, list[Any]], None]
-    arguments: list[Any]
-    pointers: list[tuple[int, int]]  # (argument, tensor whose address it is)
-    descriptors: list[tuple[int, int, _Descriptor]]  # (argument, tensor, its descriptor by address)
+    start: Callable[[bytes, int, list[Any]], None]
+    launches: bytes
+    descriptors: list[tuple[int, _Descriptor]]  # (tensor, its tensor map by address)
 
     def __call__(self, addresses: list[int], stream: int) -> None:
-        arguments = self.arguments.copy()
-        for place, tensor in self.pointers:
-            arguments[place] = addresses[tensor]
-        for place, tensor, descriptor in self.descriptors:
-            arguments[place] = descriptor[addresses[tensor]]
-        self.launch(stream, arguments)
+        self.start(self.launches, stream, addresses + [maps[addresses[i]] for i, maps in self.descriptors])
 
     @classmethod
-    def of(cls, launch: Launch, compiled: Any, tensors: Sequence[Tensor]) -> PreparedLaunch | None:
-        """The prepared launch; None if Triton's launcher must always run: interpreter, other vendor, new release."""
-        found = None if compiled is None or not triton_abi.is_known() else triton_abi.c_launcher(compiled, launch.grid)
-        if found is None:
+    def of(cls, launches: Sequence[Launch], kernels: Sequence[Any], tensors: Sequence[Tensor]) -> PreparedPass | None:
+        """The prepared pass; None if Triton's launcher must always run: interpreter, other vendor, new release."""
+        start = None if None in kernels else triton_abi.starter()
+        if start is None:
             return None
-        run, metadata = found
         index = {id(x): i for i, x in enumerate(tensors)}
-        arguments: list[Any] = []
-        pointers: list[tuple[int, int]] = []
-        descriptors: list[tuple[int, int, _Descriptor]] = []
-        for x in launch.arguments:
-            # A descriptor becomes three arguments: its encoding, the tensor's shape, and its strides.
-            described = hasattr(x, "block_shape")
-            base = x.base if described else x
-            if not isinstance(base, Tensor):
-                arguments.append(x)
-                continue
-            if id(base) not in index:
+        descriptors: list[tuple[int, _Descriptor]] = []
+        encoded = b""
+        for launch, kernel in zip(launches, kernels, strict=True):
+            form = triton_abi.launch_form(kernel)
+            if form is None:
                 return None
-            if described:
-                descriptor = _Descriptor(x, metadata[len(descriptors)])
-                descriptors.append((len(arguments), index[id(base)], descriptor))
-                arguments += [None, *x.shape, *x.strides]
-            else:
-                pointers.append((len(arguments), index[id(base)]))
-                arguments.append(None)
-        return cls(run, [*arguments, *launch.constexprs()], pointers, descriptors)
+            (function, *sizes), types, metadata = form
+            parameters: list[bytes] = []
+            for x, kind in zip([*launch.arguments, *launch.constexprs()], types, strict=True):
+                # A descriptor becomes its tensor map, the tensor's shape, and its strides.
+                described = hasattr(x, "block_shape")
+                base = x.base if described else x
+                if isinstance(base, Tensor) and id(base) not in index:
+                    return None
+                if described:
+                    parameters.append(_parameter(len(tensors) + len(descriptors)))
+                    descriptors.append((index[id(base)], _Descriptor(x, metadata.pop(0))))
+                    parameters += [_parameter(CONSTANT, "i", size) for size in x.shape]
+                    parameters += [_parameter(CONSTANT, "q", step) for step in x.strides]
+                elif isinstance(x, Tensor):
+                    parameters.append(_parameter(index[id(x)]))
+                elif kind in FORMATS:
+                    parameters.append(_parameter(CONSTANT, FORMATS[kind], x))
+                elif kind != "constexpr":
+                    return None
+            parameters += [_parameter(CONSTANT)] * 2  # no scratch memory
+            grid = (*launch.grid, 1, 1)[:3]
+            head = struct.pack("Q7I4x", function, *grid, *sizes, len(parameters))
+            encoded += b"".join([head, *parameters]) if min(grid) else b""
+        return cls(start, encoded, descriptors)
+
+
+def _parameter(place: int, kind: str = "Q", constant: float = 0) -> bytes:
+    """A Parameter of start.c."""
+    return struct.pack(f"q{kind}", place, constant).ljust(16, b"\0")
 
 
 class _Descriptor(dict[int, Any]):
-    """The encodings of a descriptor, by address, for tensors of one layout. Encoding takes longer than a launch."""
+    """The tensor maps of a descriptor, by address, for tensors of one layout. Encoding takes longer than a launch."""
 
     def __init__(self, descriptor: Any, metadata: dict[str, Any]) -> None:
         super().__init__()

@@ -10,6 +10,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from traceback import walk_tb
 from types import SimpleNamespace
 from typing import Any
@@ -21,10 +22,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import compile as triton_compile
 from triton.compiler.errors import CompilationError
 from triton.runtime import driver
+from triton.runtime.build import compile_module_from_src
 from triton.runtime.errors import OutOfResources, PTXASError
 from triton.runtime.jit import JITCallable, JITFunction
 
 RELEASES = ("3.6", "3.7")
+SLOW = "kernels use Triton's own launcher, and a short call takes 2 to 5 times as long on the host"
 
 
 @functools.cache
@@ -34,7 +37,7 @@ def is_known() -> bool:
     if not known:
         warnings.warn(
             f"flashspan's fast launcher was checked with Triton {', '.join(RELEASES)}, not with {triton.__version__}: "
-            f"kernels use Triton's own launcher, and a short call takes 2 to 5 times as long on the host",
+            f"{SLOW}",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -160,31 +163,37 @@ def run(compiled: Any, grid: tuple[int, ...], stream: int, arguments: list[Any])
     compiled.run(*(*grid, 1, 1)[:3], stream, *fixed, *arguments)
 
 
-def c_launcher(compiled: Any, grid: tuple[int, ...]) -> tuple[Callable[[int, list[Any]], None], list[Any]] | None:
-    """Return Triton's C function as a function of a stream and the arguments, and Triton's metadata of each descriptor.
-
-    None if it cannot be called directly: another vendor, a kernel with scratch memory, an unknown release.
+def launch_form(compiled: Any) -> tuple[tuple[int, int, int, bool], list[str], list[Any]] | None:
+    """How the driver launches a kernel: its function, threads, bytes of shared memory, and whether it may start before
+    the previous kernel ends; the types of its parameters, "constexpr" for those compiled into it; Triton's metadata of
+    each descriptor. None for a kernel that only Triton can launch: of another vendor, with scratch memory or clusters.
     """
-    launcher = compiled.run
-    if compiled.metadata.target.backend != "cuda" or launcher.global_scratch_size or launcher.profile_scratch_size:
+    launcher, metadata = compiled.run, compiled.metadata
+    if metadata.target.backend != "cuda" or launcher.global_scratch_size or launcher.profile_scratch_size:
         return None
-    launch, metadata = launcher.launch, []
-    if inspect.isfunction(launch):  # a Python function that encodes descriptors and then calls it
-        cells = zip(launch.__code__.co_freevars, launch.__closure__ or (), strict=True)
-        within = {name: cell.cell_contents for name, cell in cells}
-        launch, metadata = within["launcher"], within["tensordesc_meta"]
-    if None in metadata:
+    warps, blocks, shared = compiled.packed_metadata
+    descriptors = list(getattr(metadata, "tensordesc_meta", None) or [])
+    if blocks != 1 or launcher.launch_cooperative_grid or None in descriptors:
         return None
-    size = (*grid, 1, 1)[:3]
-    kernel = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl)
-    hooks, scratch, packed = (None, None, None), (None, None), compiled.packed_metadata
-    if triton.__version__.startswith("3.6."):
-        fixed: tuple[Any, ...] = (*kernel, *scratch, packed, *hooks)
-        return lambda stream, arguments: launch(*size, stream, *fixed, *arguments), metadata
-    if triton.__version__.startswith("3.7."):
-        fixed = (*kernel, packed, *hooks, *scratch, launcher.arg_annotations, launcher.kernel_signature)
-        return lambda stream, arguments: launch(*size, stream, *fixed, arguments), metadata
-    return None
+    kernel = (compiled.function, 32 * warps, shared, bool(launcher.launch_pdl))
+    return kernel, list(compiled.src.signature.values()), descriptors
+
+
+@functools.cache
+def starter() -> Callable[[bytes, int, list[Any]], None] | None:
+    """The C function of start.c, compiled by Triton and stored in its cache. None on an unknown release, or where it
+    cannot be compiled: a machine without a compiler may have Triton's own modules in its cache."""
+    if not is_known():
+        return None
+    from triton.backends.nvidia import driver as nvidia
+
+    try:
+        source = Path(__file__).with_name("start.c").read_text()
+        libraries = (nvidia.library_dirs(), nvidia.include_dirs, nvidia.libraries)
+        return compile_module_from_src(source, "flashspan_start", *libraries).start
+    except Exception as error:
+        warnings.warn(f"flashspan's fast launcher cannot be used: {error}; {SLOW}", RuntimeWarning, stacklevel=2)
+        return None
 
 
 def encode_descriptor(form: Any, metadata: Any, address: int) -> Any:

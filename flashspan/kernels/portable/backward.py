@@ -27,7 +27,7 @@ from flashspan.kernels.portable.common import (
     store_tile,
     unknown_zero,
 )
-from flashspan.kernels.portable.gradient_parts import add_parts_launch, count_parts, empty_parts
+from flashspan.kernels.portable.gradient_parts import add_gradients_launch, count_parts, empty_parts
 from flashspan.kernels.portable.loops import key_loop, query_loop
 from flashspan.kernels.portable.sparse import sparse_keys_kernel, sparse_queries_kernel
 from flashspan.kernels.portable.steps import column_words, keys_step, load_lse, queries_step, row_words
@@ -209,7 +209,7 @@ def backward_launches(
             key_constants["PARTS"] = parts
         launches[names] = Launch(kernel, (loop.num_blocks * B * K * parts,), arguments, key_constants)
     if parts > 1:
-        launches["sum of parts"] = add_parts_launch(to_dk, to_dv, dk, dv, accumulate)
+        launches["sum of parts"] = add_gradients_launch((dq, to_dk, to_dv), grads, accumulate)
     if q.numel():
         loop = key_loop(mask, q, k, tile("dq", q, bits=blocks))
         kernel = sparse_queries_kernel if blocks else queries_kernel

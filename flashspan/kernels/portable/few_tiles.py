@@ -268,7 +268,7 @@ def repeat_backward(inputs: Sequence[Tensor], problem: Problem, size: Tile) -> R
     grads = [torch.empty_like(x, device="meta") for x in inputs[1:4]]
     parts = _parts(grads, size)
     launches = recall(_backward_launches, (*inputs, *grads), problem.mask.packed, len(parts), problem.scale, size)
-    return repeated_backward(launches, inputs[1].device, Room.of(parts, grads))
+    return repeated_backward(launches, inputs[1].device, grads, Room.of(parts, grads))
 
 
 def _parts(grads: Sequence[Tensor], size: Tile) -> tuple[Tensor, ...]:

@@ -77,46 +77,12 @@ def empty_parts(x: Tensor, parts: int) -> Tensor:
     return torch.empty(B, heads * parts, length, D, dtype=torch.float32, device=x.device)
 
 
-@triton.jit(do_not_specialize=["K", "S", "num_parts"])
-def add_parts_kernel(
-    dk_parts, dv_parts, dk, dv, s_dkb, s_dkh, s_dks, s_dvb, s_dvh, s_dvs, K, S, num_parts,
-    D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, ADD: tl.constexpr,
-):  # fmt: skip
-    """Add the parts of dk and dv of one block of keys."""
-    num_blocks = tl.cdiv(S, BN)
-    i_bk = (tl.program_id(0) // num_blocks).to(tl.int64)
-    i_b, i_k = i_bk // K, i_bk % K
-    n0 = tl.program_id(0) % num_blocks * BN
-    o_n = tl.arange(0, BN)
-    step = tl.cast(S, tl.int64) * D
-    first = i_bk * num_parts * step
-    b_dk = tl.zeros([BN, BD], tl.float32)
-    b_dv = tl.zeros([BN, BD], tl.float32)
-    for i in range(num_parts):
-        b_dk += load_tile(dk_parts + first + i * step, n0, o_n, D, S, D, BD, True)
-        b_dv += load_tile(dv_parts + first + i * step, n0, o_n, D, S, D, BD, True)
-    store_tile(dk + i_b * s_dkb + i_k * s_dkh, n0, o_n, s_dks, S, b_dk, D, BD, ADD)
-    store_tile(dv + i_b * s_dvb + i_k * s_dvh, n0, o_n, s_dvs, S, b_dv, D, BD, ADD)
-
-
-def add_parts_launch(dk_parts: Tensor, dv_parts: Tensor, dk: Tensor, dv: Tensor, accumulate: bool) -> Launch:
-    """The launch that adds the parts into dk and dv."""
-    B, K, S, D = dk.shape
-    wide = block_dim(D)
-    block = max(16, 2048 // wide)
-    return Launch(
-        add_parts_kernel,
-        (triton.cdiv(S, block) * B * K,),
-        (dk_parts, dv_parts, dk, dv, *dk.stride()[:3], *dv.stride()[:3], K, S, dk_parts.shape[1] // K),
-        {"D": D, "BD": wide, "BN": block, "ADD": accumulate, "num_warps": 4},
-    )
-
-
 @triton.jit
 def add_block(
-    parts, grad, i, s_b, s_h, s_row, heads, rows, num_parts, D: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Add the parts of block i of the rows of a gradient, in a fixed order."""
+    parts, grad, i, s_b, s_h, s_row, heads, rows, num_parts, D: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+):  # fmt: skip
+    """Add the parts of block i of the rows of a gradient, in a fixed order; with ADD, also what the gradient holds."""
     i_b, i_h, row = key_block(i, heads, rows, BLOCK)
     i_h = i_h.to(tl.int64)
     o_r = tl.arange(0, BLOCK)
@@ -125,27 +91,28 @@ def add_block(
     b = tl.zeros([BLOCK, BD], tl.float32)
     for i_part in range(num_parts):
         b += load_tile(parts + i_part * step, row, o_r, D, rows, D, BD, True)
-    store_tile(grad + i_b * s_b + i_h * s_h, row, o_r, s_row, rows, b, D, BD, False)
+    store_tile(grad + i_b * s_b + i_h * s_h, row, o_r, s_row, rows, b, D, BD, ADD)
 
 
 @triton.jit(do_not_specialize=["H", "K", "T", "S", "query_parts", "key_parts", "num_dq", "num_dk"])
 def add_gradients_kernel(
     dq_parts, dk_parts, dv_parts, dq, dk, dv, s_dqb, s_dqh, s_dqt, s_dkb, s_dkh, s_dks, s_dvb, s_dvh, s_dvs,
     H, K, T, S, query_parts, key_parts, num_dq, num_dk, D: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
 ):  # fmt: skip
     """Add the parts of a block of rows: of dq in the first num_dq programs, of dk in the next num_dk, else of dv."""
     i = tl.program_id(0)
     if i < num_dq:
-        add_block(dq_parts, dq, i, s_dqb, s_dqh, s_dqt, H, T, key_parts, D, BD, BLOCK)
+        add_block(dq_parts, dq, i, s_dqb, s_dqh, s_dqt, H, T, key_parts, D, BD, BLOCK, ADD)
     elif i < num_dq + num_dk:
-        add_block(dk_parts, dk, i - num_dq, s_dkb, s_dkh, s_dks, K, S, query_parts, D, BD, BLOCK)
+        add_block(dk_parts, dk, i - num_dq, s_dkb, s_dkh, s_dks, K, S, query_parts, D, BD, BLOCK, ADD)
     else:
-        add_block(dv_parts, dv, i - num_dq - num_dk, s_dvb, s_dvh, s_dvs, K, S, query_parts, D, BD, BLOCK)
+        add_block(dv_parts, dv, i - num_dq - num_dk, s_dvb, s_dvh, s_dvs, K, S, query_parts, D, BD, BLOCK, ADD)
 
 
-def add_gradients_launch(parts: Sequence[Tensor], grads: Sequence[Tensor]) -> Launch:
-    """The launch that writes the sums of the parts of dq, dk and dv. A gradient that is its own single part is left as
-    it is."""
+def add_gradients_launch(parts: Sequence[Tensor], grads: Sequence[Tensor], accumulate: bool = False) -> Launch:
+    """The launch that writes the sums of the parts of dq, dk and dv, or adds them. A gradient that is its own single
+    part is left as it is."""
     (B, H, T, D), (K, S), wide = grads[0].shape, grads[1].shape[1:3], block_dim(grads[0].shape[-1])
     key_parts, query_parts = parts[0].shape[1] // H, parts[1].shape[1] // K
     block = max(8, 2048 // wide)
@@ -156,5 +123,5 @@ def add_gradients_launch(parts: Sequence[Tensor], grads: Sequence[Tensor]) -> La
         add_gradients_kernel,
         (num_dq + 2 * num_dk,),
         (*parts, *grads, *steps, H, K, T, S, query_parts, key_parts, num_dq, num_dk),
-        {"D": D, "BD": wide, "BLOCK": block, "num_warps": 4},
+        {"D": D, "BD": wide, "BLOCK": block, "ADD": accumulate, "num_warps": 4},
     )

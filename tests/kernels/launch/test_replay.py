@@ -22,10 +22,12 @@ from flashspan.kernels.contract import Carry, Problem
 from flashspan.kernels.failure import KernelFailed
 from flashspan.kernels.launch import cache, replay, triton_abi
 from flashspan.kernels.launch.launch import Launch, _Places
+from flashspan.kernels.launch.replay import PreparedPass
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band, Mask, Rows
 from flashspan.kernels.portable import few_tiles
+from flashspan.kernels.torch_private import empty_strided
 from flashspan.masks.patterns import documents, ragged
-from tests.kernels.hopper_cases import let_hopper_serve_short_calls
+from tests.kernels.launch.recording_gpu import Gpu
 
 KERNEL = SimpleNamespace(arg_names=["x", "stride", "T", "scale", "BLOCK"], do_not_specialize=["T"])
 
@@ -63,82 +65,6 @@ def test_lengths_without_end_are_not_all_remembered(monkeypatch: pytest.MonkeyPa
     for stride in range(20):
         assert Launch(kernel, (1,), (x, stride, 100, 0.5), {"BLOCK": 32}).compiled().run is print
         assert 1 <= len(cache.CACHE) <= 5
-
-
-class Gpu:
-    """Hopper launches on CPU tensors: records the arguments that reach Triton's C function, and checks every replay."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, short: bool = False) -> None:
-        """short: the kernels for few tiles run short calls, as they do outside of tests."""
-        if not short:
-            let_hopper_serve_short_calls(monkeypatch)
-        self.hopper = pytest.importorskip("flashspan.kernels.hopper.launch")
-        self.nvidia = pytest.importorskip("triton.backends.nvidia.driver")
-        self.seen, self.plain, self.encoded = [], 0, 0
-        monkeypatch.setattr(triton_abi, "stream_of", lambda index: 7)
-        monkeypatch.setattr(self.nvidia, "make_tensordesc_arg", self.encode)
-        monkeypatch.setattr(Launch, "compiled", lambda launch: self.compiled(launch))
-        monkeypatch.setattr(Launch, "start", lambda launch, compiled: self.start(launch, compiled))
-        for module in (self.hopper, few_tiles):
-            monkeypatch.setattr(module, "replay", self.replay)
-
-    def encode(self, descriptor: Any, metadata: Any) -> list[Any]:
-        self.encoded += 1
-        x = (descriptor.base.data_ptr(), *descriptor.shape, *descriptor.strides, *descriptor.block_shape, metadata)
-        return [x, *descriptor.shape, *descriptor.strides]
-
-    def c_function(self, *arguments: Any) -> None:
-        *first, last = arguments
-        flat = [*first, *(last if isinstance(last, (list, tuple)) else [last])]  # some releases take a list
-        self.seen.append([x.data_ptr() if isinstance(x, Tensor) else x for x in flat])
-
-    def compiled(self, launch: Launch) -> Any:
-        kinds = ["tensordesc<fp16[1]>" if hasattr(x, "block_shape") else "i32" for x in launch.arguments]
-        metadata = [f"descriptor {i}" for i in range(sum(kind != "i32" for kind in kinds))]
-        run = object.__new__(self.nvidia.CudaLauncher)
-        vars(run).update(
-            launch=self.nvidia.wrap_handle_tensordesc(self.c_function, dict(enumerate(kinds)), metadata),
-            num_ctas=1,
-            launch_cooperative_grid=False,
-            launch_pdl=True,
-            arg_annotations=["a"],
-            kernel_signature=b"s",
-            global_scratch_size=0,
-            global_scratch_align=1,
-            profile_scratch_size=0,
-            profile_scratch_align=1,
-        )
-        # Triton compiles another kernel if an address is not a multiple of 16.
-        tensors = [x for x in launch.arguments if isinstance(x, Tensor)]
-        function = (launch.kernel.__name__, *(x.data_ptr() & 15 for x in tensors))
-        target = SimpleNamespace(target=SimpleNamespace(backend="cuda"))
-        return SimpleNamespace(run=run, function=function, packed_metadata=(4, 1, 0), metadata=target)
-
-    def start(self, launch: Launch, compiled: Any) -> None:
-        """Launch through all the Python code of Triton's launcher. Every other way must do the same."""
-        self.plain += 1
-        compiled.run(
-            *(*launch.grid, 1, 1)[:3],
-            7,
-            compiled.function,
-            (4, 1, 0),
-            None,
-            None,
-            None,
-            *launch.arguments,
-            *launch.constexprs(),
-        )
-
-    def replay(self, make: Any, given: Any, tables: Any, made: Any, *what: Any) -> bool:
-        self.seen = []
-        done = replay.replay(make, given, tables, made, *what)
-        replayed, plain, self.seen = self.seen, self.plain, []
-        for launch in make((*given, *tables.tensors, *made), *tables.what, *what) or ():
-            launch()
-        self.plain = plain
-        assert replayed == self.seen
-        assert done is bool(replayed)
-        return done
 
 
 @pytest.fixture
@@ -218,13 +144,14 @@ def test_a_launch_replayed_is_the_launch_itself(gpu: Gpu) -> None:
 
 
 def test_parts_of_query_heads_are_replayed(gpu: Gpu) -> None:
-    """With few key heads, backward writes dK and dV to temporary tensors, and one more launch adds them."""
+    """With few key heads, backward writes dK and dV to temporary tensors. The launch that casts dQ adds them, or one
+    more."""
     for carried in (False, True):
         x = [torch.zeros(1, heads, 300, 64).half() for heads in (8, 1, 1, 8)]
         before = gpu.plain
         attend(gpu, x, CAUSAL, carried=carried)
         whole = 7 + (2 - 1) * carried  # a second forward and its repair, no cast
-        assert gpu.plain - before == whole + 2, "one sum of parts for each backward"
+        assert gpu.plain - before == whole + 1 + carried, "the launch that casts dq, if there is one, adds the parts"
         before = gpu.plain
         attend(gpu, [y.clone() for y in x], CAUSAL, carried=carried)
         assert gpu.plain == before
@@ -241,14 +168,15 @@ def test_temporary_tensors_do_not_overlap() -> None:
     results = [torch.empty(3, device="meta")]
     like = [torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes]
     room = replay.Room.of([*like[:2], results[0], *like[2:]], results, counter=lambda device: torch.zeros(4))
-    addresses, (memory, counter) = room.allocate([48], torch.device("cpu"))
+    cpu = torch.device("cpu")
+    addresses, (memory, counter) = room.allocate([48], cpu, empty_strided(cpu))
     assert addresses.pop(2) == 48
     assert addresses.pop() == counter.data_ptr()
     begins = [address - memory.data_ptr() for address in addresses]
     assert all(begin % 256 == 0 for begin in begins)
     ends = [begin + size for begin, size in zip(begins, sizes, strict=True)]
     assert all(end <= begin for end, begin in zip(ends, [*begins[1:], memory.numel()], strict=True))
-    assert replay.Room.of(()).allocate([48], torch.device("cpu")) == ([], [])
+    assert replay.Room.of(()).allocate([48], cpu, empty_strided(cpu)) == ([], [])
 
 
 @pytest.mark.parametrize("repeatable", [False, True])
@@ -267,8 +195,8 @@ def test_a_repeated_backward_launches_what_backward_launches(
     gpu.hopper.backward_of_output(*tensors, problem, **into)
     repeat = gpu.hopper.repeat_backward(*tensors, problem)
     launched: list[list[int]] = []
-    given = replay._launch_at
-    monkeypatch.setattr(replay, "_launch_at", lambda *call: (launched.append(call[1]), given(*call)))
+    given = PreparedPass.__call__
+    monkeypatch.setattr(PreparedPass, "__call__", lambda *call: (launched.append(call[1]), given(*call)))
     gpu.seen = []
     grads = repeat(*tensors, CAUSAL)
     repeated, gpu.seen = gpu.seen, []
@@ -285,7 +213,7 @@ def test_a_repeated_backward_launches_what_backward_launches(
     for launch in gpu.hopper._backward_launches((*inputs, *outputs), *CAUSAL.packed.what, *values):
         launch()
     assert repeated == gpu.seen
-    assert len(repeated) == 3 + (H > K or dq_parts > 1)
+    assert len(repeated) == 3 + (two_passes and (H > K or dq_parts > 1))
     assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
     odd = torch.zeros(dout.numel() + 1).half()[1:].view_as(dout)
     assert repeat(odd, *tensors[1:], CAUSAL) is None, "not on 16 bytes"
@@ -303,8 +231,8 @@ def test_a_repeated_forward_launches_what_forward_launches(
     gpu.hopper.forward(q, k, v, problem, out_dtype=q.dtype)
     repeat = gpu.hopper.repeat_forward(q, k, v, problem, q.dtype)
     launched: list[list[int]] = []
-    given = replay._launch_at
-    monkeypatch.setattr(replay, "_launch_at", lambda *call: (launched.append(call[1]), given(*call)))
+    given = PreparedPass.__call__
+    monkeypatch.setattr(PreparedPass, "__call__", lambda *call: (launched.append(call[1]), given(*call)))
     gpu.seen = []
     carry = repeat(q, k, v, mask)
     repeated, gpu.seen = gpu.seen, []
@@ -361,7 +289,7 @@ def test_a_repeated_backward_has_the_room_that_this_gpu_needs(
     into = {name: torch.empty_like(x) for name, x in (("dq", q), ("dk", k), ("dv", v))}
     gpu.hopper.backward_of_output(*tensors, problem, **into)
     launched: list[list[int]] = []
-    monkeypatch.setattr(replay, "_launch_at", lambda launches, addresses, device: launched.append(addresses))
+    monkeypatch.setattr(PreparedPass, "__call__", lambda launches, addresses, stream: launched.append(addresses))
     grads = gpu.hopper.repeat_backward(*tensors, problem)(*tensors, CAUSAL)
     parts = launched[0][9 + 3 : 9 + 5]  # after the inputs and gradients: -lse, -delta, sums, parts of dk and dv
     assert [x == grad.data_ptr() for x, grad in zip(parts, grads[1:], strict=True)] == [chip == 1] * 2
@@ -385,7 +313,7 @@ def test_replaying_keeps_no_tensor_and_not_everything(gpu: Gpu, monkeypatch: pyt
     for x in held:
         attend(gpu, x, CAUSAL)
     assert 1 <= len(cache.CACHE) <= 5
-    assert all(len(d) <= 3 for known in cache.CACHE.values() for launch in known for *_, d in launch.descriptors)
+    assert all(len(maps) <= 3 for known in cache.CACHE.values() for _, maps in known.descriptors)
 
 
 def test_no_kernel_of_a_call_runs_before_all_of_them_are_compiled(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -452,10 +380,10 @@ def test_an_address_is_described_once(gpu: Gpu) -> None:
     held = []
     for _ in range(2):
         held.append(gpu.hopper.forward(*x, Problem(EVERYTHING, 0.125)))
-    launches = cache.CACHE.popitem()[1]
+    known = cache.CACHE.popitem()[1]
     addresses = {y.data_ptr() for y in (*x, kept.out, *(carry.out for carry in held))}
-    assert all(set(d) <= addresses for *_, d in launches[0].descriptors)
-    assert [x[0].data_ptr()] == list(launches[0].descriptors[0][2])
+    assert all(set(maps) <= addresses for _, maps in known.descriptors)
+    assert [x[0].data_ptr()] == list(known.descriptors[0][1])
 
 
 def test_a_profiler_sees_every_launch(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
