@@ -277,6 +277,8 @@ NAMED = {
     ("backward", 128, "parts of rows"): 600,
     ("keys", 128, "parts of rows"): 400,  # measured: 324; for rows without parts 396
     ("forward", 256, "rows"): 600,
+    ("forward", 256, "notes of rows"): 600,  # measured: 556
+    ("forward", 160, "notes of rows"): 400,  # measured: 312
     ("forward", 160, "rows"): 400,  # measured: 348
     ("forward", 160, "long rows"): 400,  # measured: 380
 }
