@@ -111,7 +111,7 @@ def test_the_name_of_a_kernel_says_what_it_computes() -> None:
         "ncclDevKernel_SendRecv": "wire",
         "flash_fwd_kernel": "attention",
         "forward_kernel": "attention",
-        "sparse_keys_kernel": "attention",
+        "keys_kernel": "attention",
         "lists_backward_kernel": "attention",
         "delta_kernel": "attention",
         "layer_norm_backward_kernel": "other",

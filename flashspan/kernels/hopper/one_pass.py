@@ -22,7 +22,7 @@ from flashspan.kernels.launch.launch import Launch
 from flashspan.kernels.masks import Band, Blocks, Mask
 from flashspan.kernels.portable.arguments import LOG2E, mask_arguments
 from flashspan.kernels.portable.gradient_parts import count_equal_parts, count_parts
-from flashspan.kernels.portable.sparse import maps
+from flashspan.kernels.portable.loops import maps
 
 CUT_BLOCKS = 16
 """About how many blocks of queries a part of a tile has, if gradients are accumulated and tiles are split."""

@@ -65,10 +65,11 @@ class Launch:
 
     def key(self) -> tuple[Any, ...]:
         """The cache key: equal for launches that need the same compiled kernel on the same device."""
-        places = CACHE.get(("places", id(self.kernel)))
+        constants = tuple(self.constants.values())  # they determine which arguments are None
+        places = CACHE.get(("places", id(self.kernel), constants))
         if places is None:
             places = _Places.of(self)
-            CACHE.keep(("places", id(self.kernel)), places)
+            CACHE.keep(("places", id(self.kernel), constants), places)
         return places.key(self)
 
     def start(self, compiled: Any) -> None:

@@ -2,7 +2,8 @@
 
 One program per block of queries of one head. It keeps the running maximum m, the sum l and the unnormalised output of
 its rows on chip (FlashAttention-2, Algorithm 1), all in float32, and starts them from the carry if there is one. A
-second kernel, with few programs, computes only the blocks that another kernel has flagged.
+second kernel, with few programs, computes only the blocks that another kernel has flagged. Both serve intervals of
+keys and lists of blocks: see loops.py.
 """
 
 from __future__ import annotations
@@ -25,26 +26,37 @@ from flashspan.kernels.portable.arguments import (
     strides,
     with_near_rows,
 )
-from flashspan.kernels.portable.common import block_interval, edge_tile, load_tile, query_block
+from flashspan.kernels.portable.common import (
+    block_bits,
+    block_interval,
+    edge_tile,
+    first_block,
+    full_tile,
+    load_span,
+    load_tile,
+    next_line,
+    partial_tile,
+    query_block,
+)
 from flashspan.kernels.portable.loops import key_loop
-from flashspan.kernels.portable.sparse import sparse_forward_kernel, sparse_repair_kernel
 from flashspan.kernels.portable.steps import flagged_end, forward_begin, forward_end, forward_step, repair, row_words
 from flashspan.kernels.portable.tiles import Tile, tile
 
-FREE = ["T", "S", "lo", "hi", "stream", "batch_stride", "threshold"]
+FREE = ["T", "S", "lo", "hi", "s_mb", "s_mh", "num_lines", "num_long", "stream", "batch_stride", "threshold"]
 """Arguments whose values do not specialise a kernel: no value gets a compiled kernel of its own."""
 
 
 @triton.jit
 def forward_block(
-    i_b, i_h, m0, q, k, v, out, lse, start, end, seed, qpos, kpos,
+    i_b, i_h, m0, line, line_row, q, k, v, out, lse, start, end, spans, index, tiles, bits, seed, qpos, kpos,
     s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ob, s_oh, s_ot,
     s_rows, lo, hi, H, K, T, S, scale, threshold, gain, stream, batch_stride,
     D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
-    TABLE: tl.constexpr, CARRY: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
-    NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, ES: tl.constexpr,
+    TABLE: tl.constexpr, LINE: tl.constexpr, OTHER: tl.constexpr, CARRY: tl.constexpr, DROPOUT: tl.constexpr,
+    POSITIONS: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, ES: tl.constexpr,
 ):  # fmt: skip
-    """Compute output and lse of queries m0 to m0 + BM of one head."""
+    """Compute output and lse of queries m0 to m0 + BM of one head. With LINE, they are rows of a line of a block map,
+    from line_row on."""
     i_k = i_h // (H // K)
     q += i_b * s_qb + i_h * s_qh
     k += i_b * s_kb + i_k * s_kh
@@ -54,25 +66,42 @@ def forward_block(
 
     o_r = tl.arange(0, BM)
     o_m = m0 + o_r
-    b_start, b_end, edge, num_before, full, full_end, num_after = block_interval(
-        o_m, T, S, lo, hi, start + i_b * s_rows, end + i_b * s_rows, TABLE, True, BN, BE
-    )
+    if LINE:
+        begin, middle, stop = load_span(spans, line)
+        o_word = (line_row + o_r) * (OTHER // 32)
+    else:
+        b_start, b_end, edge, num_before, full, full_end, num_after = block_interval(
+            o_m, T, S, lo, hi, start + i_b * s_rows, end + i_b * s_rows, TABLE, True, BN, BE
+        )
     # [BM, BD]
     b_q = load_tile(q, m0, o_r, s_qt, T, D, BD, True) if BC == BD else 0.0
     b_acc, b_m, b_l = forward_begin(out, lse, m0, o_r, s_ot, T, D, BD, CARRY)
     b_row, column_word = row_words(seed, stream + i_b * batch_stride + i_h, o_m, qpos, T, DROPOUT, POSITIONS)
 
-    for n0 in range(full, full_end, BN):
+    if LINE:
+        first, past = 0, (middle - begin) * (OTHER // BN)
+        block = first_block(index, begin, middle)
+    else:
+        first, past = full, full_end
+    for i in range(first, past, 1 if LINE else BN):
+        if LINE:
+            n0, block = full_tile(i, block, index + begin, past, OTHER, BN)
+        else:
+            n0 = i
         b_acc, b_m, b_l = forward_step(
-            b_acc, b_m, b_l, b_q, q, m0, o_r, s_qt, T, k, v, n0, tl.arange(0, BN), s_ks, s_vs, S, scale, b_start,
-            b_end, b_row, column_word, kpos, threshold, gain, D, BD, BC, False, False, DROPOUT, POSITIONS, NEGATIVE,
-            PRECISION,
+            b_acc, b_m, b_l, b_q, q, m0, o_r, s_qt, T, k, v, n0, tl.arange(0, BN), s_ks, s_vs, S, scale, 0, 0, b_row,
+            column_word, kpos, threshold, gain, D, BD, BC, False, LINE > 0, DROPOUT, POSITIONS, NEGATIVE, PRECISION,
         )  # fmt: skip
-    for i_tile in tl.range(0, num_before + num_after, num_stages=ES):
-        n0 = edge_tile(i_tile, edge, num_before, full_end, BE)
+    num_edges = (stop - middle) * (OTHER // BE) if LINE else num_before + num_after
+    for i in tl.range(0, num_edges, num_stages=ES):
+        if LINE:
+            n0, b_end, place = partial_tile(i, middle, index, OTHER, BE)
+            b_start = block_bits(bits, tiles, place, LINE, OTHER) + o_word
+        else:
+            n0 = edge_tile(i, edge, num_before, full_end, BE)
         b_acc, b_m, b_l = forward_step(
             b_acc, b_m, b_l, b_q, q, m0, o_r, s_qt, T, k, v, n0, tl.arange(0, BE), s_ks, s_vs, S, scale, b_start,
-            b_end, b_row, column_word, kpos, threshold, gain, D, BD, BC, True, False, DROPOUT, POSITIONS, NEGATIVE,
+            b_end, b_row, column_word, kpos, threshold, gain, D, BD, BC, True, LINE > 0, DROPOUT, POSITIONS, NEGATIVE,
             PRECISION,
         )  # fmt: skip
 
@@ -81,30 +110,37 @@ def forward_block(
 
 @triton.jit(do_not_specialize=FREE)
 def forward_kernel(
-    q, k, v, out, lse, start, end, seed, qpos, kpos,
+    q, k, v, out, lse, start, end, spans, index, tiles, order, bits, seed, qpos, kpos,
     s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ob, s_oh, s_ot,
-    s_rows, lo, hi, H, K, T, S, scale, threshold, gain, stream, batch_stride,
+    s_rows, lo, hi, s_mb, s_mh, num_lines, num_long, B, H, K, T, S, scale, threshold, gain, stream, batch_stride,
     D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
-    TABLE: tl.constexpr, CARRY: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
-    NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, ES: tl.constexpr,
+    TABLE: tl.constexpr, LINE: tl.constexpr, OTHER: tl.constexpr, CARRY: tl.constexpr, DROPOUT: tl.constexpr,
+    POSITIONS: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, ES: tl.constexpr,
 ):  # fmt: skip
-    i_b, i_h, m0 = query_block(tl.program_id(0), H, T, BM)
+    line, line_row = 0, 0
+    if LINE:
+        i_b, i_h, i_line, i_part, line0 = next_line(
+            tl.program_id(0), order, num_lines, num_long, B * H, s_mb, s_mh, H, 1, LINE // BM
+        )
+        m0, line, line_row = i_line * LINE + i_part * BM, line0 + i_line, i_part * BM
+    else:
+        i_b, i_h, m0 = query_block(tl.program_id(0), H, T, BM)
     forward_block(
-        i_b, i_h, m0, q, k, v, out, lse, start, end, seed, qpos, kpos,
+        i_b, i_h, m0, line, line_row, q, k, v, out, lse, start, end, spans, index, tiles, bits, seed, qpos, kpos,
         s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ob, s_oh, s_ot,
         s_rows, lo, hi, H, K, T, S, scale, threshold, gain, stream, batch_stride,
-        D, BD, BC, BM, BN, BE, TABLE, CARRY, DROPOUT, POSITIONS, NEGATIVE, PRECISION, ES,
+        D, BD, BC, BM, BN, BE, TABLE, LINE, OTHER, CARRY, DROPOUT, POSITIONS, NEGATIVE, PRECISION, ES,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=[*FREE, "num_flags"])
 def repair_kernel(
-    flags, num_flags, q, k, v, out, lse, start, end, seed, qpos, kpos,
+    flags, num_flags, q, k, v, out, lse, start, end, spans, index, tiles, order, bits, seed, qpos, kpos,
     s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ob, s_oh, s_ot,
-    s_rows, lo, hi, H, K, T, S, scale, threshold, gain, stream, batch_stride,
+    s_rows, lo, hi, s_mb, s_mh, num_lines, num_long, B, H, K, T, S, scale, threshold, gain, stream, batch_stride,
     D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
-    TABLE: tl.constexpr, CARRY: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
-    NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, ES: tl.constexpr, STRETCH: tl.constexpr,
+    TABLE: tl.constexpr, LINE: tl.constexpr, OTHER: tl.constexpr, CARRY: tl.constexpr, DROPOUT: tl.constexpr,
+    POSITIONS: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, ES: tl.constexpr, STRETCH: tl.constexpr,
 ):  # fmt: skip
     """Compute the blocks of queries whose flags are not 0: see steps.repair."""
     end_flag = flagged_end(flags, num_flags, STRETCH)
@@ -112,11 +148,15 @@ def repair_kernel(
     for i in tl.range(tl.program_id(0), end_flag, tl.num_programs(0), disable_licm=True):
         if tl.load(flags + i) != 0:
             i_b, i_h, m0 = query_block(i, H, T, BM, LAST_FIRST=False)
+            line, line_row = 0, 0
+            if LINE:
+                line, line_row = (i_b * s_mb + i_h * s_mh) * num_lines + m0 // LINE, m0 % LINE
             forward_block(
-                i_b, i_h, m0, q, k, v, out, lse, start, end, seed, qpos, kpos,
+                i_b, i_h, m0, line, line_row,
+                q, k, v, out, lse, start, end, spans, index, tiles, bits, seed, qpos, kpos,
                 s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ob, s_oh, s_ot,
                 s_rows, lo, hi, H, K, T, S, scale, threshold, gain, stream, batch_stride,
-                D, BD, BC, BM, BN, BE, TABLE, CARRY, DROPOUT, POSITIONS, NEGATIVE, PRECISION, ES,
+                D, BD, BC, BM, BN, BE, TABLE, LINE, OTHER, CARRY, DROPOUT, POSITIONS, NEGATIVE, PRECISION, ES,
             )  # fmt: skip
 
 
@@ -166,17 +206,12 @@ def forward_launch(
     only: int32 [B, H, ceil(T / 64)]; compute only the blocks of 64 rows for which it is not 0. size: the tile sizes, by
     default those for many queries.
     """
-    (B, H, T, D), (K, S), blocks = q.shape, k.shape[1:3], isinstance(mask, Blocks)
-    loop = key_loop(mask, q, k, size or tile("out", q, bits=blocks))
+    (B, H, T, D), (K, S) = q.shape, k.shape[1:3]
+    loop = key_loop(mask, q, k, size or tile("out", q, bits=isinstance(mask, Blocks)))
     seed, qpos, kpos, *drop = dropout_arguments(dropout, q)
     tensors = (q, k, v, out, lse, *loop.tables, seed, qpos, kpos)
     numbers = (*strides(q, k, v, out), *loop.numbers, H, K, T, S, scale * LOG2E, *drop)
     constants = {"CARRY": carry, "NEGATIVE": scale < 0, **loop.constants, **common_constants(q, dropout)}
-    constants |= loop.size.constants(D)
-    if not blocks:
-        constants["ES"] = loop.size.edge_stages
-    kernel = sparse_forward_kernel if blocks else forward_kernel
-    launch = Launch(kernel, (loop.num_blocks * B * H,), (*tensors, *numbers), constants)
-    if only is None:
-        return launch
-    return repair(launch, sparse_repair_kernel if blocks else repair_kernel, only)
+    constants |= {"ES": loop.size.edge_stages, **loop.size.constants(D)}
+    launch = Launch(forward_kernel, (loop.num_blocks * B * H,), (*tensors, *numbers), constants)
+    return launch if only is None else repair(launch, repair_kernel, only)

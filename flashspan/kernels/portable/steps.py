@@ -1,6 +1,6 @@
 """The steps of a kernel for one tile: add it to the online softmax of forward, or to a gradient.
 
-The kernels over intervals (forward.py, backward.py) and those over lists of tiles (sparse.py) share these functions.
+The kernels over intervals or lists of blocks (forward.py, backward.py) and for few queries (decode.py) share them.
 """
 
 from __future__ import annotations
@@ -172,10 +172,10 @@ def load_lse(p_lse, o_m, T, CHECK: tl.constexpr):
 
 @triton.jit
 def keys_step(
-    b_dk, b_dv, b_k, b_v, p_k, p_v, n0, o_n, s_ks, s_vs, S, p_q, p_do, p_lse, p_delta, m0, o_m, s_qt, s_dt, T, scale,
-    b_first, b_last, p_start, p_end, b_column, row_word, p_qpos, threshold, gain, D: tl.constexpr, BD: tl.constexpr,
-    BC: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, MASKED: tl.constexpr, CONVEX: tl.constexpr,
-    BITS: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
+    b_dk, b_dv, p_q, p_do, p_lse, p_delta, m0, o_m, b_first, b_last, b_column, row_word,
+    b_k, b_v, p_k, p_v, n0, o_n, s_ks, s_vs, S, s_qt, s_dt, T, scale, p_start, p_end, p_qpos, threshold, gain,
+    MASKED: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    CONVEX: tl.constexpr, BITS: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add one tile of queries to dk and dv. Scores are transposed, [keys, queries].
 
@@ -234,10 +234,11 @@ def keys_step(
 
 @triton.jit
 def queries_step(
-    b_dq, b_q, b_do, b_lse, b_delta, p_q, p_do, m0, o_m, s_qt, s_dt, T, p_k, p_v, n0, o_n, s_ks, s_vs, S, scale,
-    b_start, b_end, b_row, column_word, p_kpos, threshold, gain, D: tl.constexpr, BD: tl.constexpr,
-    BC: tl.constexpr, MASKED: tl.constexpr, BITS: tl.constexpr, DROPOUT: tl.constexpr,
-    POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
+    b_dq, n0, o_n, b_start, b_end,
+    b_q, b_do, b_lse, b_delta, p_q, p_do, m0, o_m, s_qt, s_dt, T, p_k, p_v, s_ks, s_vs, S, scale, b_row, column_word,
+    p_kpos, threshold, gain,
+    D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, MASKED: tl.constexpr, BITS: tl.constexpr,
+    DROPOUT: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add one tile of keys to dq. MASKED and BITS as in `forward_step`."""
     o_k = n0 + o_n  # [BN]
