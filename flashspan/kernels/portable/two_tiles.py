@@ -21,7 +21,7 @@ def load_columns(p, row, o_row, stride, num_rows, FIRST: tl.constexpr, WIDTH: tl
 
 @triton.jit
 def two_tile_step(
-    b_acc, b_more, b_m, b_l, b_q, b_x, k, v, n0, o_n, s_ks, s_vs, S, scale, b_start, b_end, D: tl.constexpr,
+    b_acc, b_more, b_m, b_l, n0, b_q, b_x, k, v, o_n, s_ks, s_vs, S, scale, b_start, b_end, D: tl.constexpr,
     BD: tl.constexpr, BX: tl.constexpr, MASKED: tl.constexpr, NEGATIVE: tl.constexpr,
 ):  # fmt: skip
     """steps.forward_step for 16-bit heads of BD + BX columns, computed as two tiles: b_q and b_acc have the first BD
@@ -59,17 +59,12 @@ def two_tile_loop(
     b_x = tl.load(p_q + o_x[None, :], mask=m_row[:, None] & (o_x < D)[None, :], other=0.0)
     b_more = tl.zeros(b_x.shape, tl.float32)
     edge, num_before, full, full_end, num_after = tile_ranges(b_start, b_end, m_row, S, True, BN, BN)
+    given = (b_q, b_x, k, v, o_n, s_ks, s_vs, S, scale, b_start, b_end)
     for n0 in range(full, full_end, BN):
-        b_acc, b_more, b_m, b_l = two_tile_step(
-            b_acc, b_more, b_m, b_l, b_q, b_x, k, v, n0, o_n, s_ks, s_vs, S, scale, b_start, b_end, D, BD, BX, False,
-            NEGATIVE,
-        )  # fmt: skip
+        b_acc, b_more, b_m, b_l = two_tile_step(b_acc, b_more, b_m, b_l, n0, *given, D, BD, BX, False, NEGATIVE)
     for i_tile in tl.range(0, num_before + num_after, num_stages=1):
         n0 = edge_tile(i_tile, edge, num_before, full_end, BN)
-        b_acc, b_more, b_m, b_l = two_tile_step(
-            b_acc, b_more, b_m, b_l, b_q, b_x, k, v, n0, o_n, s_ks, s_vs, S, scale, b_start, b_end, D, BD, BX, True,
-            NEGATIVE,
-        )  # fmt: skip
+        b_acc, b_more, b_m, b_l = two_tile_step(b_acc, b_more, b_m, b_l, n0, *given, D, BD, BX, True, NEGATIVE)
     return b_acc, b_more, b_m, b_l
 
 
