@@ -37,7 +37,7 @@ from flashspan.kernels.portable.common import (
 )
 from flashspan.kernels.portable.gradient_parts import add_parts_launch, count_parts, empty_parts
 from flashspan.kernels.portable.loops import key_loop, query_loop
-from flashspan.kernels.portable.steps import column_words, keys_step, load_lse, queries_step, row_words
+from flashspan.kernels.portable.steps import dropout_words, keys_step, load_lse, queries_step
 from flashspan.kernels.portable.tiles import Tile, key_passes, multiprocessors, tile
 
 
@@ -107,7 +107,9 @@ def keys_kernel(
             p_lse = lse + (i_b * H + i_h) * T
             p_delta = delta + (i_b * H + i_h) * T
             begin, middle, stop = load_span(spans, (i_b * s_mb + i_h * s_mh) * num_lines + i_line)
-            b_column, row_word = column_words(seed, stream + i_b * batch_stride + i_h, o_k, kpos, S, DROPOUT, POSITIONS)
+            b_column, row_word = dropout_words(
+                seed, stream + i_b * batch_stride + i_h, o_k, kpos, S, True, DROPOUT, POSITIONS
+            )
             num_full = (middle - begin) * (OTHER // BM)
             block = first_block(index, begin, middle)
             for i in range(num_full):
@@ -131,7 +133,9 @@ def keys_kernel(
             m0 = full + i_tile * BM
             i_h = (i_k * GROUP + i_g).to(tl.int64)
             row = (i_b * H + i_h) * T
-            b_column, row_word = column_words(seed, stream + i_b * batch_stride + i_h, o_k, kpos, S, DROPOUT, POSITIONS)
+            b_column, row_word = dropout_words(
+                seed, stream + i_b * batch_stride + i_h, o_k, kpos, S, True, DROPOUT, POSITIONS
+            )
             b_dk, b_dv = keys_step(
                 b_dk, b_dv, q + i_b * s_qb + i_h * s_qh, dout + i_b * s_db + i_h * s_dh, lse + row, delta + row, m0,
                 tl.arange(0, BM), 0, 0, b_column, row_word, *given, False, D, BD, BC, DK, DV, CONVEX, False, DROPOUT,
@@ -144,7 +148,9 @@ def keys_kernel(
             i_h = (i_k * GROUP + i_g).to(tl.int64)
             row = (i_b * H + i_h) * T
             b_first, b_last = interval(o_k + unknown_zero(m0), S, T, -hi, -lo, p_first, p_last, TABLE)
-            b_column, row_word = column_words(seed, stream + i_b * batch_stride + i_h, o_k, kpos, S, DROPOUT, POSITIONS)
+            b_column, row_word = dropout_words(
+                seed, stream + i_b * batch_stride + i_h, o_k, kpos, S, True, DROPOUT, POSITIONS
+            )
             b_dk, b_dv = keys_step(
                 b_dk, b_dv, q + i_b * s_qb + i_h * s_qh, dout + i_b * s_db + i_h * s_dh, lse + row, delta + row, m0,
                 tl.arange(0, BE), b_first, b_last, b_column, row_word, *given, True, D, BD, BC, DK, DV, CONVEX, False,
@@ -204,7 +210,7 @@ def queries_kernel(
     b_lse = load_lse(lse + row, o_m, T, True)
     b_delta = tl.load(delta + row + o_m, mask=o_m < T, other=0.0)
     b_dq = tl.zeros([BM, BD], tl.float32)
-    b_row, column_word = row_words(seed, stream + i_b * batch_stride + i_h, o_m, qpos, T, DROPOUT, POSITIONS)
+    b_row, column_word = dropout_words(seed, stream + i_b * batch_stride + i_h, o_m, qpos, T, False, DROPOUT, POSITIONS)
 
     rows = (b_q, b_do, b_lse, b_delta, p_q, p_do, m0, o_r, s_qt, s_dt, T)
     keys = (k, v, s_ks, s_vs, S, scale, b_row, column_word, kpos, threshold, gain)

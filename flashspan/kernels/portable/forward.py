@@ -39,7 +39,14 @@ from flashspan.kernels.portable.common import (
     query_block,
 )
 from flashspan.kernels.portable.loops import key_loop
-from flashspan.kernels.portable.steps import flagged_end, forward_begin, forward_end, forward_step, repair, row_words
+from flashspan.kernels.portable.steps import (
+    dropout_words,
+    flagged_end,
+    forward_begin,
+    forward_end,
+    forward_step,
+    repair,
+)
 from flashspan.kernels.portable.tiles import Tile, tile
 
 FREE = ["T", "S", "lo", "hi", "s_mb", "s_mh", "num_lines", "num_long", "stream", "batch_stride", "threshold"]
@@ -76,7 +83,7 @@ def forward_block(
     # [BM, BD]
     b_q = load_tile(q, m0, o_r, s_qt, T, D, BD, True) if BC == BD else 0.0
     b_acc, b_m, b_l = forward_begin(out, lse, m0, o_r, s_ot, T, D, BD, CARRY)
-    b_row, column_word = row_words(seed, stream + i_b * batch_stride + i_h, o_m, qpos, T, DROPOUT, POSITIONS)
+    b_row, column_word = dropout_words(seed, stream + i_b * batch_stride + i_h, o_m, qpos, T, False, DROPOUT, POSITIONS)
 
     if LINE:
         first, past = 0, (middle - begin) * (OTHER // BN)

@@ -57,25 +57,18 @@ def finished(b_acc, b_m, b_l):
 
 
 @triton.jit
-def row_words(p_seed, stream, o_m, p_qpos, T, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr):
-    """Dropout's hash of each row o_m of a stream, and the word that the hashes of its columns start from."""
-    b_row = tl.zeros([o_m.shape[0]], tl.uint32)
-    column_word = tl.zeros([], tl.uint32)
+def dropout_words(
+    p_seed, stream, o, p_positions, num, COLUMNS: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr
+):
+    """Dropout's hash of each row o of a stream, and the word that the hashes of its columns start from. COLUMNS: the
+    hash of each column, and the word of its rows."""
+    b_word = tl.zeros([o.shape[0]], tl.uint32)
+    other_word = tl.zeros([], tl.uint32)
     if DROPOUT:
         row_word, column_word = dropout_stream(p_seed, stream)
-        b_row = dropout_word(row_word, o_m, p_qpos, T, POSITIONS)
-    return b_row, column_word
-
-
-@triton.jit
-def column_words(p_seed, stream, o_k, p_kpos, S, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr):
-    """Dropout's hash of each column o_k of a stream, and the word that the hashes of its rows start from."""
-    b_column = tl.zeros([o_k.shape[0]], tl.uint32)
-    row_word = tl.zeros([], tl.uint32)
-    if DROPOUT:
-        row_word, column_word = dropout_stream(p_seed, stream)
-        b_column = dropout_word(column_word, o_k, p_kpos, S, POSITIONS)
-    return b_column, row_word
+        b_word = dropout_word(column_word if COLUMNS else row_word, o, p_positions, num, POSITIONS)
+        other_word = row_word if COLUMNS else column_word
+    return b_word, other_word
 
 
 @triton.jit
