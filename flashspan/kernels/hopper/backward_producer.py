@@ -23,20 +23,12 @@ from flashspan.kernels.hopper.scheduler import (
 @gluon.jit
 def published_work(turn, schedule, WARPS: gl.constexpr):
     """Wait until this turn's tile is published. Return its number and the seven numbers that describe it."""
-    work_s = schedule.work_s
     slot = turn & 3
     mbarrier.wait(schedule.work_full.index(slot), (turn >> 2) & 1)
-    slot *= 8
-    return (
-        load_number(work_s.index(slot), WARPS),
-        load_number(work_s.index(slot + 1), WARPS),
-        load_number(work_s.index(slot + 2), WARPS),
-        load_number(work_s.index(slot + 3), WARPS),
-        load_number(work_s.index(slot + 4), WARPS),
-        load_number(work_s.index(slot + 5), WARPS),
-        load_number(work_s.index(slot + 6), WARPS),
-        load_number(work_s.index(slot + 7), WARPS),
-    )
+    work = ()
+    for i in gl.static_range(8):
+        work += (load_number(schedule.work_s.index(slot * 8 + i), WARPS),)  # type: ignore[assignment]
+    return work
 
 
 @gluon.jit
@@ -61,16 +53,14 @@ def _line_work(tile, num_tiles, sizes, mask, KEYS: gl.constexpr):
 @gluon.jit
 def _load_keys(turn, tensors, buffers, barriers, sizes, b, i_k, n0, config):
     """Load K and V of a tile, as soon as those of the previous tile are no longer read."""
-    kv_full = barriers.kv_full
     h = head_of_keys(i_k, sizes.K, tensors.desc_k, config.SPLIT_HEADS)
     mbarrier.wait(barriers.kv_empty, (turn & 1) ^ 1)
-    mbarrier.expect(kv_full, 2 * config.CONSUMERS * tensors.desc_k.block_type.nbytes)
-    for w in gl.static_range(config.CONSUMERS):
-        row = n0 + w * config.BLOCK_K
-        tma.async_copy_global_to_shared(tensors.desc_k, [b, h, row, 0], kv_full, buffers.kv_s[w].index(0))
-    for w in gl.static_range(config.CONSUMERS):
-        row = n0 + w * config.BLOCK_K
-        tma.async_copy_global_to_shared(tensors.desc_v, [b, h, row, 0], kv_full, buffers.kv_s[w].index(1))
+    mbarrier.expect(barriers.kv_full, 2 * config.CONSUMERS * tensors.desc_k.block_type.nbytes)
+    for i in gl.static_range(2):
+        desc = tensors.desc_k if i == 0 else tensors.desc_v
+        for w in gl.static_range(config.CONSUMERS):
+            where = [b, h, n0 + w * config.BLOCK_K, 0]
+            tma.async_copy_global_to_shared(desc, where, barriers.kv_full, buffers.kv_s[w].index(i))
 
 
 @gluon.jit
@@ -114,7 +104,6 @@ def _interval_work(tile, sizes, mask, schedule, config):
 def produce(tensors, buffers, barriers, sizes, mask, schedule, config):
     """Load K and V of each tile, and Q, dO, -lse and -delta of each block of queries. A tile's first block of queries
     is loaded before its K and V, because its buffer is free earlier."""
-    BLOCK_Q: gl.constexpr = config.BLOCK_Q
     STAGES: gl.constexpr = config.STAGES
     BYTES: gl.constexpr = 2 * (tensors.desc_q.block_type.nbytes + tensors.desc_lse.block_type.nbytes)
     turn = 0
@@ -127,7 +116,7 @@ def produce(tensors, buffers, barriers, sizes, mask, schedule, config):
         n = end - first
         for j in range(n * sizes.G):
             i_h = i_k * sizes.G + j // n
-            m0 = nth_block(j % n, first, first_full, end_full, end) * BLOCK_Q
+            m0 = nth_block(j % n, first, first_full, end_full, end) * config.BLOCK_Q
             stage = i & (STAGES - 1)
             bar = barriers.full.index(stage)
             mbarrier.wait(barriers.empty.index(stage), ((i // STAGES) & 1) ^ 1)

@@ -11,7 +11,7 @@ from flashspan.kernels.hopper.backward_producer import published_work
 from flashspan.kernels.hopper.gluon_compat import barrier, reduce_add
 from flashspan.kernels.hopper.masking import find_block, find_list, nth_block
 from flashspan.kernels.hopper.ptx import fence_global, opaque, wait_for_writes
-from flashspan.kernels.hopper.shared_memory import swizzle, swizzled
+from flashspan.kernels.hopper.shared_memory import matrix, swizzle, swizzled
 
 
 @gluon.jit
@@ -34,15 +34,14 @@ def start_dq(WG: gl.constexpr, WHOLE: gl.constexpr, i, buffers, barriers, config
     half: 64 rows or, if a block has only 64 rows, half of the columns."""
     BLOCK_Q: gl.constexpr = config.BLOCK_Q
     BLOCK_D: gl.constexpr = config.BLOCK_D
-    ds_full = barriers.ds_full
-    stage, phase = ds_stage(i, ds_full.shape[0])
-    mbarrier.wait(ds_full.index(stage), phase)
+    stage, phase = ds_stage(i, barriers.ds_full.shape[0])
+    mbarrier.wait(barriers.ds_full.index(stage), phase)
     if WHOLE:
         dq = gl.zeros([BLOCK_Q, BLOCK_D], gl.float32, layout=config.GRADIENTS)
     else:
         dq = gl.zeros([64, 64], gl.float32, layout=config.HALF_DQ)
     for w in gl.static_range(config.CONSUMERS):
-        k = buffers.kv_s[w].index(opaque(0)).reshape((config.BLOCK_K, BLOCK_D))
+        k = matrix(buffers.kv_s[w], opaque(0))
         ds = buffers.ds_s[w].index(stage)
         if not WHOLE:
             if BLOCK_Q == 64:
