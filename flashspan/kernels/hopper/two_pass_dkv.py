@@ -8,10 +8,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from flashspan.kernels.hopper.config import (
     BackwardSizes,
+    BackwardTensors,
     IntervalMask,
     KeyPassBarriers,
     KeyPassBuffers,
-    KeyPassTensors,
     PassConfig,
 )
 from flashspan.kernels.hopper.masking import intervals_of, nth_block
@@ -46,7 +46,7 @@ def keys_kernel(
     delta_s = gl.allocate_shared_memory(gl.float32, [2, BLOCK_Q], desc_delta.layout)
     config = PassConfig(BLOCK_Q, BLOCK_K, BLOCK_D, TABLE, ACCUMULATE, HAS_EDGES, SPLIT_HEADS, SCORES, GRADIENTS)
     job = (
-        KeyPassTensors(desc_q, desc_do, desc_k, desc_v, desc_dk, desc_dv, desc_lse, desc_delta),
+        BackwardTensors(desc_q, desc_do, desc_k, desc_v, None, desc_dk, desc_dv, desc_lse, desc_delta),
         KeyPassBuffers(q_s, do_s, k_s, v_s, p_s, lse_s, delta_s),
         KeyPassBarriers(
             k_full=new_barrier(1),
