@@ -233,15 +233,6 @@ def mix(x):
 
 
 @triton.jit
-def dropout_stream(p_seed, stream):
-    """The two start words for the hashes of a stream (a batch and a head): one for rows, one for columns."""
-    seed = tl.load(p_seed)
-    low = (seed & 0xFFFFFFFF).to(tl.uint32)
-    high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    return mix(low ^ mix(stream.to(tl.uint32))), mix(high)
-
-
-@triton.jit
 def dropout_word(word, o, p_positions, num, POSITIONS: tl.constexpr):
     """The hash of the global position of each row or column: of o itself, or of a table's entry with POSITIONS."""
     if POSITIONS:

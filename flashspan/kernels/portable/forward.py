@@ -37,16 +37,10 @@ from flashspan.kernels.portable.common import (
     next_line,
     partial_tile,
     query_block,
+    store_tile,
 )
 from flashspan.kernels.portable.loops import key_loop
-from flashspan.kernels.portable.steps import (
-    dropout_words,
-    flagged_end,
-    forward_begin,
-    forward_end,
-    forward_step,
-    repair,
-)
+from flashspan.kernels.portable.steps import dropout_words, finished, flagged_end, forward_step
 from flashspan.kernels.portable.tiles import Tile, tile
 
 FREE = ["T", "S", "lo", "hi", "s_mb", "s_mh", "num_lines", "num_long", "stream", "batch_stride", "threshold"]
@@ -82,7 +76,15 @@ def forward_block(
         )
     # [BM, BD]
     b_q = load_tile(q, m0, o_r, s_qt, T, D, BD, True) if BC == BD else 0.0
-    b_acc, b_m, b_l = forward_begin(out, lse, m0, o_r, s_ot, T, D, BD, CARRY)
+    if CARRY:
+        b_acc = load_tile(out, m0, o_r, s_ot, T, D, BD, True)
+        b_lse = tl.load(lse + m0 + o_r, mask=m0 + o_r < T, other=float("-inf"))
+        b_m = b_lse * 1.4426950408889634
+        b_l = tl.where(b_lse == float("-inf"), 0.0, 1.0)
+    else:
+        b_acc = tl.zeros([BM, BD], tl.float32)
+        b_m = tl.full([BM], float("-inf"), tl.float32)
+        b_l = tl.zeros([BM], tl.float32)
     b_row, column_word = dropout_words(seed, stream + i_b * batch_stride + i_h, o_m, qpos, T, False, DROPOUT, POSITIONS)
 
     if LINE:
@@ -112,7 +114,9 @@ def forward_block(
             PRECISION,
         )  # fmt: skip
 
-    forward_end(out, lse, m0, o_r, s_ot, T, b_acc, b_m, b_l, D, BD)
+    b_out, b_lse = finished(b_acc, b_m, b_l)
+    store_tile(out, m0, o_r, s_ot, T, b_out, D, BD, False)
+    tl.store(lse + m0 + o_r, b_lse, mask=m0 + o_r < T)
 
 
 @triton.jit(do_not_specialize=FREE)
@@ -149,7 +153,7 @@ def repair_kernel(
     TABLE: tl.constexpr, LINE: tl.constexpr, OTHER: tl.constexpr, CARRY: tl.constexpr, DROPOUT: tl.constexpr,
     POSITIONS: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, ES: tl.constexpr, STRETCH: tl.constexpr,
 ):  # fmt: skip
-    """Compute the blocks of queries whose flags are not 0: see steps.repair."""
+    """Compute the blocks of queries whose flags are not 0."""
     end_flag = flagged_end(flags, num_flags, STRETCH)
     # Keep loop invariants in the loop: it hardly ever runs, and there are no registers for them.
     for i in tl.range(tl.program_id(0), end_flag, tl.num_programs(0), disable_licm=True):
@@ -220,5 +224,10 @@ def forward_launch(
     numbers = (*strides(q, k, v, out), *loop.numbers, H, K, T, S, scale * LOG2E, *drop)
     constants = {"CARRY": carry, "NEGATIVE": scale < 0, **loop.constants, **common_constants(q, dropout)}
     constants |= {"ES": loop.size.edge_stages, **loop.size.constants(D)}
-    launch = Launch(forward_kernel, (loop.num_blocks * B * H,), (*tensors, *numbers), constants)
-    return launch if only is None else repair(launch, repair_kernel, only)
+    if only is None:
+        return Launch(forward_kernel, (loop.num_blocks * B * H,), (*tensors, *numbers), constants)
+    # Flags are nearly always all 0, and to start a program for each block would take longer than the work. So there are
+    # as many programs as a GPU runs at once, and each reads many flags at a time: a prime number, so that flags that
+    # repeat from head to head (as with padding) are spread over all programs.
+    constants |= {"BM": 64, "STRETCH": 32, "num_warps": 4}
+    return Launch(repair_kernel, (min(only.numel(), 131),), (only, only.numel(), *tensors, *numbers), constants)

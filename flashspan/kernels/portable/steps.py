@@ -5,46 +5,17 @@ The kernels over intervals or lists of blocks (forward.py, backward.py) and for 
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from flashspan.kernels.launch.launch import Launch
 from flashspan.kernels.portable.common import (
     bit_tile,
-    dropout_stream,
     dropout_word,
     finite,
     load_tile,
     mix,
     sliced_matmul,
-    store_tile,
 )
-
-
-@triton.jit
-def forward_begin(out, lse, m0, o_r, s_ot, T, D: tl.constexpr, BD: tl.constexpr, CARRY: tl.constexpr):
-    """The initial output, maximum and sum of rows m0 + o_r: from the carry, or for no keys."""
-    if CARRY:
-        b_acc = load_tile(out, m0, o_r, s_ot, T, D, BD, True)
-        b_lse = tl.load(lse + m0 + o_r, mask=m0 + o_r < T, other=float("-inf"))
-        b_m = b_lse * 1.4426950408889634
-        b_l = tl.where(b_lse == float("-inf"), 0.0, 1.0)
-    else:
-        b_acc = tl.zeros([o_r.shape[0], BD], tl.float32)
-        b_m = tl.full([o_r.shape[0]], float("-inf"), tl.float32)
-        b_l = tl.zeros([o_r.shape[0]], tl.float32)
-    return b_acc, b_m, b_l
-
-
-@triton.jit
-def forward_end(out, lse, m0, o_r, s_ot, T, b_acc, b_m, b_l, D: tl.constexpr, BD: tl.constexpr):
-    """Write the rows' output and lse."""
-    b_out, b_lse = finished(b_acc, b_m, b_l)
-    store_tile(out, m0, o_r, s_ot, T, b_out, D, BD, False)
-    tl.store(lse + m0 + o_r, b_lse, mask=m0 + o_r < T)
 
 
 @triton.jit
@@ -65,7 +36,9 @@ def dropout_words(
     b_word = tl.zeros([o.shape[0]], tl.uint32)
     other_word = tl.zeros([], tl.uint32)
     if DROPOUT:
-        row_word, column_word = dropout_stream(p_seed, stream)
+        seed = tl.load(p_seed)
+        low, high = (seed & 0xFFFFFFFF).to(tl.uint32), ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+        row_word, column_word = mix(low ^ mix(stream.to(tl.uint32))), mix(high)
         b_word = dropout_word(column_word if COLUMNS else row_word, o, p_positions, num, POSITIONS)
         other_word = row_word if COLUMNS else column_word
     return b_word, other_word
@@ -131,18 +104,6 @@ def forward_step(
         b_v = finite(b_v).to(b_v.dtype)
     b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=PRECISION)
     return b_acc, b_m, b_l
-
-
-def repair(launch: Launch, kernel: Any, flags: Tensor) -> Launch:
-    """A launch of forward, by a kernel that computes only the blocks of 64 queries whose flags are not 0.
-
-    flags is int32 [B, H, ceil(T / 64)], and nearly always all 0. To start a program for each block would take longer
-    than the work. So there are as many programs as a GPU runs at once, and each reads many flags at a time.
-    """
-    # A prime number, so that flags that repeat from head to head (as with padding) are spread over all programs.
-    num_programs = min(flags.numel(), 131)
-    constants = {**launch.constants, "BM": 64, "STRETCH": 32, "num_warps": 4}
-    return Launch(kernel, (num_programs,), (flags, flags.numel(), *launch.arguments), constants)
 
 
 @triton.jit
