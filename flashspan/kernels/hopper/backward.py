@@ -42,7 +42,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
 from flashspan.kernels.hopper.backward_main_loop import make_every_third_dq, step
-from flashspan.kernels.hopper.backward_producer import produce, produce_listed, published_work
+from flashspan.kernels.hopper.backward_producer import produce, published_work
 from flashspan.kernels.hopper.config import (
     BackwardBarriers,
     BackwardBuffers,
@@ -53,7 +53,7 @@ from flashspan.kernels.hopper.config import (
     BlockMask,
     IntervalMask,
 )
-from flashspan.kernels.hopper.dq_accumulate import add_dq, add_dq_listed, hand_over_dq, start_dq
+from flashspan.kernels.hopper.dq_accumulate import add_dq, hand_over_dq, start_dq
 from flashspan.kernels.hopper.gluon_compat import barrier
 from flashspan.kernels.hopper.masking import find_list, intervals_of, nth_block
 from flashspan.kernels.hopper.parts import ones_operand
@@ -172,12 +172,7 @@ def backward_kernel(
         )
     else:
         gl.warp_specialize(
-            [
-                (_consume, (0,) + job),
-                (_consume, (1,) + job),
-                (produce_listed if BLOCK_MAP else produce, job),
-                (add_dq_listed if BLOCK_MAP else add_dq, job),
-            ],
+            [(_consume, (0,) + job), (_consume, (1,) + job), (produce, job), (add_dq, job)],
             [4, 1, 1],
             [REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
         )
