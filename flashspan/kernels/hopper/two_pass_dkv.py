@@ -68,15 +68,21 @@ def keys_kernel(
 
 
 @gluon.jit
+def _find_work(sizes, mask, config, WARPS: gl.constexpr):
+    """Return this program's sequence, key head and first key, and the blocks of queries that it visits."""
+    return locate_keys(
+        gl.program_id(0), gl.num_programs(0), sizes, mask, config.BLOCK_K, config.BLOCK_Q, config.TABLE, WARPS
+    )
+
+
+@gluon.jit
 def _produce(tensors, buffers, barriers, sizes, mask, config):
     """The producer warp: loads K and V once, each when it is needed, and (Q, -lse) and (dO, -delta) of each tile."""
     BLOCK_Q: gl.constexpr = config.BLOCK_Q
     desc_q, desc_do, desc_k, desc_v = tensors.desc_q, tensors.desc_do, tensors.desc_k, tensors.desc_v
     desc_lse, desc_delta = tensors.desc_lse, tensors.desc_delta
     do_full, k_full, q_full, v_full = barriers.do_full, barriers.k_full, barriers.q_full, barriers.v_full
-    i_b, i_k, n0, first, first_full, end_full, end = locate_keys(
-        gl.program_id(0), gl.num_programs(0), sizes, mask, config.BLOCK_K, BLOCK_Q, config.TABLE, 1
-    )
+    i_b, i_k, n0, first, first_full, end_full, end = _find_work(sizes, mask, config, 1)
     i_shared = head_of_keys(i_k, sizes.K, desc_k, config.SPLIT_HEADS)
     mbarrier.expect(k_full, desc_k.block_type.nbytes)
     tma.async_copy_global_to_shared(desc_k, [i_b, i_shared, n0, 0], k_full, buffers.k_s.index(0))
@@ -171,9 +177,7 @@ def _consume_dv(tensors, buffers, barriers, sizes, mask, config):
     """The consumer that owns dV."""
     BLOCK_Q: gl.constexpr = config.BLOCK_Q
     BLOCK_K: gl.constexpr = config.BLOCK_K
-    i_b, i_k, n0, first, first_full, end_full, end = locate_keys(
-        gl.program_id(0), gl.num_programs(0), sizes, mask, BLOCK_K, BLOCK_Q, config.TABLE, 4
-    )
+    i_b, i_k, n0, first, first_full, end_full, end = _find_work(sizes, mask, config, 4)
     n = end - first
     num_edges = n - (end_full - first_full)
     o_n = n0 + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(1, config.SCORES))
@@ -194,12 +198,8 @@ def _consume_dv(tensors, buffers, barriers, sizes, mask, config):
 @gluon.jit
 def _consume_dk(tensors, buffers, barriers, sizes, mask, config):
     """The consumer that owns dK."""
-    BLOCK_Q: gl.constexpr = config.BLOCK_Q
-    BLOCK_K: gl.constexpr = config.BLOCK_K
-    i_b, i_k, n0, first, first_full, end_full, end = locate_keys(
-        gl.program_id(0), gl.num_programs(0), sizes, mask, BLOCK_K, BLOCK_Q, config.TABLE, 4
-    )
-    dk = gl.zeros([BLOCK_K, config.BLOCK_D], gl.float32, layout=config.GRADIENTS)
+    i_b, i_k, n0, first, first_full, end_full, end = _find_work(sizes, mask, config, 4)
+    dk = gl.zeros([config.BLOCK_K, config.BLOCK_D], gl.float32, layout=config.GRADIENTS)
     mbarrier.wait(barriers.v_full, 0)
     if config.HAS_EDGES:
         clear_nonfinite(matrix(buffers.v_s, 0))

@@ -98,6 +98,7 @@ def keys_kernel(
     b_dk = tl.zeros([BN, BD], tl.float32)
     b_dv = tl.zeros([BN, BD], tl.float32)
 
+    stream += i_b * batch_stride
     given = (b_k, b_v, k, v, n0, o_n, s_ks, s_vs, S, s_qt, s_dt, T, scale, p_start, p_end, qpos, threshold, gain)
     if LINE:
         for i_g in range(GROUP):
@@ -107,9 +108,7 @@ def keys_kernel(
             p_lse = lse + (i_b * H + i_h) * T
             p_delta = delta + (i_b * H + i_h) * T
             begin, middle, stop = load_span(spans, (i_b * s_mb + i_h * s_mh) * num_lines + i_line)
-            b_column, row_word = dropout_words(
-                seed, stream + i_b * batch_stride + i_h, o_k, kpos, S, True, DROPOUT, POSITIONS
-            )
+            b_column, row_word = dropout_words(seed, stream + i_h, o_k, kpos, S, True, DROPOUT, POSITIONS)
             num_full = (middle - begin) * (OTHER // BM)
             block = first_block(index, begin, middle)
             for i in range(num_full):
@@ -133,9 +132,7 @@ def keys_kernel(
             m0 = full + i_tile * BM
             i_h = (i_k * GROUP + i_g).to(tl.int64)
             row = (i_b * H + i_h) * T
-            b_column, row_word = dropout_words(
-                seed, stream + i_b * batch_stride + i_h, o_k, kpos, S, True, DROPOUT, POSITIONS
-            )
+            b_column, row_word = dropout_words(seed, stream + i_h, o_k, kpos, S, True, DROPOUT, POSITIONS)
             b_dk, b_dv = keys_step(
                 b_dk, b_dv, q + i_b * s_qb + i_h * s_qh, dout + i_b * s_db + i_h * s_dh, lse + row, delta + row, m0,
                 tl.arange(0, BM), 0, 0, b_column, row_word, *given, False, D, BD, BC, DK, DV, CONVEX, False, DROPOUT,
@@ -148,9 +145,7 @@ def keys_kernel(
             i_h = (i_k * GROUP + i_g).to(tl.int64)
             row = (i_b * H + i_h) * T
             b_first, b_last = interval(o_k + unknown_zero(m0), S, T, -hi, -lo, p_first, p_last, TABLE)
-            b_column, row_word = dropout_words(
-                seed, stream + i_b * batch_stride + i_h, o_k, kpos, S, True, DROPOUT, POSITIONS
-            )
+            b_column, row_word = dropout_words(seed, stream + i_h, o_k, kpos, S, True, DROPOUT, POSITIONS)
             b_dk, b_dv = keys_step(
                 b_dk, b_dv, q + i_b * s_qb + i_h * s_qh, dout + i_b * s_db + i_h * s_dh, lse + row, delta + row, m0,
                 tl.arange(0, BE), b_first, b_last, b_column, row_word, *given, True, D, BD, BC, DK, DV, CONVEX, False,
