@@ -28,7 +28,7 @@ from flashspan.kernels.launch.launch import Launch, on
 from flashspan.kernels.launch.replay import Room, recall, repeated_backward, repeated_forward, replay
 from flashspan.kernels.masks import Band, Mask, Rows, count, unpack
 from flashspan.kernels.portable.arguments import LOG2E, empty_outputs, mask_arguments, strides, with_near_rows
-from flashspan.kernels.portable.common import finite, interval, key_block, load_tile, query_block, store_tile
+from flashspan.kernels.portable.common import finite, interval, key_block, load_tile, query_block, store_tile, visible
 from flashspan.kernels.portable.few_rows import few_rows_kernel
 from flashspan.kernels.portable.forward import forward_launch
 from flashspan.kernels.portable.gradient_parts import add_gradients_launch, empty_parts
@@ -39,7 +39,7 @@ from flashspan.kernels.portable.tiles import Tile, block_dim, fill, multiprocess
 @triton.jit
 def probabilities(b_q, b_k, b_lse, b_start, b_end, o_k, scale):
     """Return P of a tile of queries and keys, and which pairs are visible."""
-    m_s = (o_k[None, :] >= b_start[:, None]) & (o_k[None, :] < b_end[:, None])
+    m_s = visible(o_k, b_start, b_end, False)
     b_s = tl.dot(b_q, tl.trans(b_k))
     return tl.where(m_s, tl.exp2(b_s * scale - b_lse[:, None]), 0.0), m_s
 

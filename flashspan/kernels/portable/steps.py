@@ -9,12 +9,12 @@ import triton
 import triton.language as tl
 
 from flashspan.kernels.portable.common import (
-    bit_tile,
     dropout_word,
     finite,
     load_tile,
     mix,
     sliced_matmul,
+    visible,
 )
 
 
@@ -73,8 +73,8 @@ def forward_step(
 ):  # fmt: skip
     """Add one tile of keys to the online softmax. Scores are exponents of 2: `scale` includes log2(e).
 
-    MASKED: rows see keys b_start <= j < b_end. BITS: instead, b_start are pointers to the words of each row, and b_end
-    is the tile's first column in them. ALIKE: all rows see the same keys of the tile, which end at S.
+    MASKED: rows see only some keys, those that `visible` returns for b_start, b_end and BITS. ALIKE: all rows see the
+    same keys of the tile, which end at S.
     """
     o_k = n0 + o_n  # [BN]
     # [BM, BN]
@@ -83,13 +83,7 @@ def forward_step(
     else:
         b_k = load_tile(p_k, n0, o_n, s_ks, S, D, BD, MASKED)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-    if MASKED:
-        if BITS:
-            m_s = bit_tile(b_start, b_end, o_n.shape[0])
-        else:
-            m_s = (o_k[None, :] >= b_start[:, None]) & (o_k[None, :] < b_end[:, None])
-    else:
-        m_s = b_s  # not read
+    m_s = visible(o_k, b_start, b_end, BITS) if MASKED else b_s  # not read without MASKED
     b_p, b_alpha, b_m, b_l = softmax_step(b_s, m_s, b_m, b_l, scale, MASKED, NEGATIVE)
     if DROPOUT:
         b_word = mix(b_row[:, None] ^ dropout_word(column_word, o_k, p_kpos, S, POSITIONS)[None, :])
@@ -133,9 +127,8 @@ def keys_step(
 ):  # fmt: skip
     """Add one tile of queries to dk and dv. Scores are transposed, [keys, queries].
 
-    MASKED: queries b_first <= i < b_last see a key; with BITS, b_first and b_last are like b_start and b_end of
-    `forward_step`. Without CONVEX, some of these queries do not see the key: p_start and p_end, the queries' intervals
-    of keys, decide.
+    MASKED: only some queries see a key, those that `visible` returns for b_first, b_last and BITS. Without CONVEX, some
+    of these queries do not see the key: p_start and p_end, the queries' intervals of keys, decide.
     """
     o_q = m0 + o_m  # [BM]
     o_k = n0 + o_n  # [BN]
@@ -151,10 +144,7 @@ def keys_step(
         b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
     b_p = tl.exp2(b_s * scale - b_lse[None, :])
     if MASKED:
-        if BITS:
-            m_s = bit_tile(b_first, b_last, o_m.shape[0])
-        else:
-            m_s = (o_q[None, :] >= b_first[:, None]) & (o_q[None, :] < b_last[:, None])
+        m_s = visible(o_q, b_first, b_last, BITS)
         if not CONVEX and not BITS:
             b_start = tl.load(p_start + o_q, mask=o_q < T, other=0)
             b_end = tl.load(p_end + o_q, mask=o_q < T, other=0)
@@ -213,10 +203,7 @@ def queries_step(
         b_dp = tl.where(b_word >= threshold, b_dp * gain, 0.0)
     b_ds = b_p * (b_dp - b_delta[:, None])
     if MASKED:
-        if BITS:
-            m_s = bit_tile(b_start, b_end, o_n.shape[0])
-        else:
-            m_s = (o_k[None, :] >= b_start[:, None]) & (o_k[None, :] < b_end[:, None])
+        m_s = visible(o_k, b_start, b_end, BITS)
         b_ds = tl.where(m_s, b_ds, 0.0)
         b_k = finite(b_k).to(b_k.dtype)
     return tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)

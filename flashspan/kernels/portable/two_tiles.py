@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashspan.kernels.portable.common import edge_tile, finite, load_tile, tile_ranges
+from flashspan.kernels.portable.common import edge_tile, finite, load_tile, tile_ranges, visible
 from flashspan.kernels.portable.steps import softmax_step
 
 
@@ -29,10 +29,7 @@ def two_tile_step(
     # [BM, BN]
     b_s = tl.dot(b_q, tl.trans(load_tile(k, n0, o_n, s_ks, S, BD, BD, MASKED)))
     b_s = tl.dot(b_x, tl.trans(load_columns(k, n0, o_n, s_ks, S, BD, BX, D, MASKED)), b_s)
-    if MASKED:
-        m_s = ((n0 + o_n)[None, :] >= b_start[:, None]) & ((n0 + o_n)[None, :] < b_end[:, None])
-    else:
-        m_s = b_s  # not read
+    m_s = visible(n0 + o_n, b_start, b_end, False) if MASKED else b_s  # not read without MASKED
     b_p, b_alpha, b_m, b_l = softmax_step(b_s, m_s, b_m, b_l, scale, MASKED, NEGATIVE)
     # [BN, BD], [BN, BX]
     b_v = load_tile(v, n0, o_n, s_vs, S, BD, BD, MASKED)
