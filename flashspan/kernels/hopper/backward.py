@@ -147,6 +147,7 @@ def backward_kernel(
         dq_full=new_barriers(DQ_STAGES, 1 if CONSUMERS == 3 else 2),
         dq_empty=new_barriers(DQ_STAGES, 1),
     )
+    work_full = new_barriers(4, 1)
     work_s = gl.allocate_shared_memory(gl.int32, [32, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     ones_s = lse_s  # a placeholder: used with three consumers only
     if CONSUMERS == 3:
@@ -157,7 +158,7 @@ def backward_kernel(
         barriers,
         BackwardSizes(H, K, G, T, S, padded_T, lo, hi, scale, sm_scale, section),
         mask,
-        BackwardSchedule(num_tiles, num_whole, num_parts, counter, dq_states, work_s, new_barriers(4, 1)),
+        BackwardSchedule(num_tiles, num_whole, num_parts, counter, dq_states, work_s, work_full),
         config,
     )
     if CONSUMERS == 3:
