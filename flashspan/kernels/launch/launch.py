@@ -84,11 +84,6 @@ class Launch:
         return self.first.is_cuda and triton_abi.is_kernel(self.kernel)
 
     @property
-    def device_index(self) -> int | None:
-        """The index of the GPU on which the launch runs."""
-        return self.first.device.index
-
-    @property
     def first(self) -> Tensor:
         """The first tensor among the arguments."""
         found = (x if isinstance(x, Tensor) else getattr(x, "base", None) for x in self.arguments)
