@@ -19,7 +19,7 @@ from flashspan.kernels.hopper.tensors import (
 )
 from flashspan.kernels.hopper.tiles import BACKWARD, Backward, backward_tile, dq_turns, warps
 from flashspan.kernels.launch.launch import Launch
-from flashspan.kernels.masks import Band, Blocks, Mask
+from flashspan.kernels.masks import EVERYTHING, Band, Blocks, Mask
 from flashspan.kernels.portable.arguments import LOG2E, mask_arguments
 from flashspan.kernels.portable.gradient_parts import count_equal_parts, count_parts
 from flashspan.kernels.portable.loops import maps
@@ -45,17 +45,11 @@ def count_key_parts(q: Tensor, k: Tensor, mask: Mask, accumulate: bool, with_dq:
         tile = backward_tile(wide, with_dq and isinstance(mask, Band), S)
     num_tiles = triton.cdiv(S, tile.warpgroups * tile.block_k) * B * K
     sizes = H // K, num_tiles, triton.cdiv(T, tile.block_q), multiprocessors(q.device)
-    if not (with_dq and isinstance(mask, Band) and sees_all(mask, T, S)):
+    if not (with_dq and isinstance(mask, Band) and mask.simplify(T, S) is EVERYTHING):
         return count_parts(*sizes) if H > K else 1
     if accumulate and (H == K or 2 * CUT_BLOCKS * tile.block_q <= T):
         return 1  # these tiles are split by queries, and their parts are added in place
     return count_equal_parts(*sizes)
-
-
-def sees_all(mask: Band, T: int, S: int) -> bool:
-    """Whether every query sees every key."""
-    lo, hi = mask.bounds(T, S)
-    return lo <= 1 - T and hi >= S - 1
 
 
 def backward_launch(given: BackwardInputs) -> Launch:
