@@ -53,11 +53,10 @@ def forward(
         out, lse = _attend(q, k, v, part, scale=scale, dtype=work)
         return Carry(out.to(out_dtype), lse.contiguous())
 
-    if carry is None:
+    result = carry
+    if result is None:
         lse = torch.full(q.shape[:-1], -torch.inf, dtype=work, device=q.device)
         result = Carry(torch.zeros_like(q, dtype=out_dtype), lse)
-    else:
-        result = carry
     for (heads, kv_heads), (sequence, rows, parts) in itertools.product(_head_groups(q, k), strips):
         here = Carry(result.out[sequence, heads, rows], result.lse[sequence, heads, rows])
         total = None if carry is None else here
@@ -94,46 +93,35 @@ def backward(
     if problem.dropout is not None or scale < LEAST_SCALE or _may_leak(strips, k, v):
         tiled.backward(dout, q, k, v, lse, delta, problem, dq=dq, dk=dk, dv=dv, accumulate=accumulate)
         return
-    for heads, kv_heads in _head_groups(q, k):
-        of_rows = [x[:, heads] for x in (dout, q, lse, delta)]
-        of_keys = [x[:, kv_heads] for x in (k, v)]
-        totals = [dq[:, heads], dk[:, kv_heads], dv[:, kv_heads]]
-        _backward(of_rows, of_keys, strips, scale, totals, accumulate)
-
-
-def _backward(
-    of_rows: list[Tensor], of_keys: list[Tensor], strips: list[_Strip], scale: float, totals: list[Tensor],
-    accumulate: bool,
-) -> None:  # fmt: skip
-    """Backward of some heads: reads dout, q, lse and delta (of_rows), k and v (of_keys); writes dq, dk, dv (totals)."""
-    (dout, q, lse, delta), (k, v) = of_rows, of_keys
     work = torch.promote_types(q.dtype, torch.float32)
     # One call with all keys gives complete gradients. The gradients of several calls are summed in float32.
     one_call = _is_one_call(strips, q) and len(strips[0].parts[0].keys) == k.shape[2]
     overwrite = one_call and not accumulate
-    sums = totals
-    if not accumulate and not one_call:
-        sums = [x.zero_() if x.dtype == work else torch.zeros_like(x, dtype=work) for x in totals]
-    for sequence, rows, parts in strips:
-        q_rows, dout_rows, lse_rows, delta_rows = (x[sequence, :, rows].to(work) for x in (q, dout, lse, delta))
-        blind = lse_rows == -torch.inf
-        if bool(blind.any()):  # their gradients are 0: exp(score - inf) = 0, but 0 * NaN is NaN
-            q_rows, dout_rows = (x.masked_fill(blind[..., None], 0.0) for x in (q_rows, dout_rows))
-            lse_rows, delta_rows = lse_rows.masked_fill(blind, torch.inf), delta_rows.masked_fill(blind, 0.0)
-        stand_in, out_rows = _stand_in(dout_rows, delta_rows)
-        for part in parts:
-            keys = slice(part.keys.start, part.keys.stop)
-            k_part, v_part = k[sequence, :, keys].to(work), v[sequence, :, keys].to(work)
-            options = {"attn_mask": part.bias(work), "scale": scale}
-            tensors = (q_rows, k_part, v_part, out_rows, lse_rows, 0.0, part.causal)
-            dq, dk, dv = flash_cpu_backward(stand_in, *tensors, **options)
-            if stand_in is not dout_rows:
-                dv = flash_cpu_backward(dout_rows, *tensors, **options)[2]
-            for total, where, grad in zip(sums, (rows, keys, keys), (dq, dk, dv), strict=True):
-                total.copy_(grad) if overwrite else total[sequence, :, where].add_(grad)
-    for total, total_sum in zip(totals, sums, strict=True):
-        if total_sum is not total:
-            total.copy_(total_sum)
+    for heads, kv_heads in _head_groups(q, k):
+        sums = totals = [dq[:, heads], dk[:, kv_heads], dv[:, kv_heads]]
+        if not accumulate and not one_call:
+            sums = [x.zero_() if x.dtype == work else torch.zeros_like(x, dtype=work) for x in totals]
+        for sequence, rows, parts in strips:
+            of_rows = [x[sequence, heads, rows].to(work) for x in (q, dout, lse, delta)]
+            q_rows, dout_rows, lse_rows, delta_rows = of_rows
+            blind = lse_rows == -torch.inf
+            if bool(blind.any()):  # their gradients are 0: exp(score - inf) = 0, but 0 * NaN is NaN
+                q_rows, dout_rows = (x.masked_fill(blind[..., None], 0.0) for x in (q_rows, dout_rows))
+                lse_rows, delta_rows = lse_rows.masked_fill(blind, torch.inf), delta_rows.masked_fill(blind, 0.0)
+            stand_in, out_rows = _stand_in(dout_rows, delta_rows)
+            for part in parts:
+                keys = slice(part.keys.start, part.keys.stop)
+                k_part, v_part = (x[sequence, kv_heads, keys].to(work) for x in (k, v))
+                options = {"attn_mask": part.bias(work), "scale": scale}
+                tensors = (q_rows, k_part, v_part, out_rows, lse_rows, 0.0, part.causal)
+                grads = [*flash_cpu_backward(stand_in, *tensors, **options)]
+                if stand_in is not dout_rows:
+                    grads[2] = flash_cpu_backward(dout_rows, *tensors, **options)[2]
+                for total, where, grad in zip(sums, (rows, keys, keys), grads, strict=True):
+                    total.copy_(grad) if overwrite else total[sequence, :, where].add_(grad)
+        for total, total_sum in zip(totals, sums, strict=True):
+            if total_sum is not total:
+                total.copy_(total_sum)
 
 
 # Note [Heads]

@@ -24,7 +24,7 @@ PRODUCTS = (
 FUSED = ("flash", "fmha", "scaled_dot_product", "sdpa")
 # Our attention kernels: those with matmuls, and those that run before and after them.
 PASSES = ("forward", "backward", "gradients", "keys", "queries", "repair")
-OURS = {f"{kind}{word}_kernel" for kind in ("", "sparse_", "lists_") for word in PASSES}
+OURS = {f"{kind}{word}_kernel" for kind in ("", "lists_") for word in PASSES}
 AROUND = ("float16", "delta", "rows", "cast", "split", "combine", "few_rows", "add_parts", "add_gradients")
 OURS |= {f"{word}_kernel" for word in AROUND}
 # Our matmuls: of a layer (ops), and of a decode step.

@@ -42,7 +42,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
 from flashspan.kernels.hopper.backward_main_loop import make_every_third_dq, step
-from flashspan.kernels.hopper.backward_producer import produce, produce_listed, published_work
+from flashspan.kernels.hopper.backward_producer import produce, published_work
 from flashspan.kernels.hopper.config import (
     BackwardBarriers,
     BackwardBuffers,
@@ -53,68 +53,39 @@ from flashspan.kernels.hopper.config import (
     BlockMask,
     IntervalMask,
 )
-from flashspan.kernels.hopper.dq_accumulate import add_dq, add_dq_listed, hand_over_dq, start_dq
+from flashspan.kernels.hopper.dq_accumulate import add_dq, hand_over_dq, start_dq
 from flashspan.kernels.hopper.gluon_compat import barrier
 from flashspan.kernels.hopper.masking import find_list, intervals_of, nth_block
 from flashspan.kernels.hopper.parts import ones_operand
-from flashspan.kernels.hopper.shared_memory import clear_nonfinite_pair, store_output
+from flashspan.kernels.hopper.shared_memory import clear_nonfinite_pair, new_barrier, new_barriers, store_output
 
-SHARED_NUMBERS = ["H", "K", "G", "T", "S", "padded_T", "section", "num_tiles"]
-NUMBERS = ["s_columns", "lo", "hi", "num_whole", "num_parts", *SHARED_NUMBERS]
+NUMBERS = [
+    *("s_columns", "s_batch", "s_head", "num_lines", "num_long", "H", "K", "G", "T", "S", "padded_T", "lo", "hi"),
+    *("section", "num_tiles", "num_whole", "num_parts"),
+]
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
 def backward_kernel(
-    desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_lse, desc_delta, dq_states, first, last, counter,
-    s_columns, H, K, G, T, S, padded_T, lo, hi, scale, sm_scale, section, num_tiles, num_whole, num_parts,
-    STAGES: gl.constexpr, TABLE: gl.constexpr, ACCUMULATE: gl.constexpr, HAS_EDGES: gl.constexpr,
-    WITH_DQ: gl.constexpr, FIRST_STORES: gl.constexpr, SPLIT_TILES: gl.constexpr, SPLIT_HEADS: gl.constexpr,
-    WHOLE_DQ_STAGES: gl.constexpr, UNIT_SCALE: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
+    desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_lse, desc_delta, desc_words, dq_states,
+    first, last, spans, index, numbers, order, counter, s_columns, s_batch, s_head, num_lines, num_long,
+    H, K, G, T, S, padded_T, lo, hi, scale, sm_scale, section, num_tiles, num_whole, num_parts,
+    STAGES: gl.constexpr, TABLE: gl.constexpr, BLOCK_MAP: gl.constexpr, ACCUMULATE: gl.constexpr,
+    HAS_EDGES: gl.constexpr, WITH_DQ: gl.constexpr, FIRST_STORES: gl.constexpr, SPLIT_TILES: gl.constexpr,
+    SPLIT_HEADS: gl.constexpr, WHOLE_DQ_STAGES: gl.constexpr, UNIT_SCALE: gl.constexpr, CONSUMERS: gl.constexpr,
+    REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dK, dV and dQ, for a mask of intervals. Blocks of K, V, dK and dV have the size of a consumer's part."""
-    _run(
-        BackwardTensors(desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_lse, desc_delta),
-        BackwardSizes(H, K, G, T, S, padded_T, lo, hi, scale, sm_scale, section),
-        IntervalMask(first, last, s_columns), num_tiles, num_whole, num_parts, counter, dq_states, STAGES, TABLE,
-        ACCUMULATE, HAS_EDGES, False, WITH_DQ, FIRST_STORES, SPLIT_TILES, SPLIT_HEADS, WHOLE_DQ_STAGES, UNIT_SCALE,
-        CONSUMERS, REGISTERS, PRODUCER_REGISTERS,
-    )  # fmt: skip
+    """dK, dV and dQ, for a mask of intervals or, with BLOCK_MAP, for the transposed lists and bits of a block map in
+    blocks of 128 x 128. Arguments of the other kind of mask are None. Blocks of K, V, dK and dV have the size of a
+    consumer's part.
 
-
-LIST_NUMBERS = ["s_batch", "s_head", "num_lines", "num_long", *SHARED_NUMBERS]
-
-
-@gluon.jit(do_not_specialize=LIST_NUMBERS)
-def lists_backward_kernel(
-    desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_lse, desc_delta, desc_words, dq_states, spans,
-    index, numbers, order, counter, s_batch, s_head, num_lines, num_long, H, K, G, T, S, padded_T, scale, sm_scale,
-    section, num_tiles, STAGES: gl.constexpr, ACCUMULATE: gl.constexpr, FIRST_STORES: gl.constexpr,
-    SPLIT_HEADS: gl.constexpr, WHOLE_DQ_STAGES: gl.constexpr, REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
-):  # fmt: skip
-    """dK, dV and dQ, for the transposed lists and bits of a block map in blocks of 128 x 128."""
-    words_s = gl.allocate_shared_memory(gl.int32, [STAGES * 2, 256], desc_words.layout)
-    _run(
-        BackwardTensors(desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_lse, desc_delta),
-        BackwardSizes(H, K, G, T, S, padded_T, 0, 0, scale, sm_scale, section),
-        BlockMask(desc_words, words_s, spans, index, numbers, order, s_batch, s_head, num_lines, num_long), num_tiles,
-        num_tiles, 1, counter, dq_states, STAGES, False, ACCUMULATE, True, True, True, FIRST_STORES, False,
-        SPLIT_HEADS, WHOLE_DQ_STAGES, False, 2, REGISTERS, PRODUCER_REGISTERS,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _run(
-    tensors, sizes, mask, num_tiles, num_whole, num_parts, counter, dq_states, STAGES: gl.constexpr,
-    TABLE: gl.constexpr, ACCUMULATE: gl.constexpr, HAS_EDGES: gl.constexpr, BLOCK_MAP: gl.constexpr,
-    WITH_DQ: gl.constexpr, FIRST_STORES: gl.constexpr, SPLIT_TILES: gl.constexpr, SPLIT_HEADS: gl.constexpr,
-    WHOLE_DQ_STAGES: gl.constexpr, UNIT_SCALE: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
-):  # fmt: skip
-    """Derive the constants, allocate buffers and barriers, and start the partitions."""
-    desc_q, desc_k, desc_dq = tensors.desc_q, tensors.desc_k, tensors.desc_dq
-    desc_lse, desc_delta = tensors.desc_lse, tensors.desc_delta
+    This function derives the constants, allocates buffers and barriers, and starts the partitions.
+    """
+    if BLOCK_MAP:
+        words_s = gl.allocate_shared_memory(gl.int32, [STAGES * 2, 256], desc_words.layout)
+        mask = BlockMask(desc_words, words_s, spans, index, numbers, order, s_batch, s_head, num_lines, num_long)
+    else:
+        mask = IntervalMask(first, last, s_columns)  # type: ignore[assignment]
     BLOCK_Q: gl.constexpr = desc_q.block_type.shape[2]
     BLOCK_D: gl.constexpr = desc_q.block_type.shape[3]
     BLOCK_K: gl.constexpr = desc_k.block_type.shape[2]
@@ -145,74 +116,52 @@ def _run(
     )
     dtype: gl.constexpr = desc_q.dtype
     q_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_Q, BLOCK_D], desc_q.layout)
-    do_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_Q, BLOCK_D], tensors.desc_do.layout)
-    kv0_s = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_K, BLOCK_D], desc_k.layout)
-    kv1_s = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_K, BLOCK_D], desc_k.layout)
+    do_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_Q, BLOCK_D], desc_do.layout)
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_Q], dtype)
     DS_STAGES: gl.constexpr = 4 if CONSUMERS == 3 else 2
-    ds0_s = gl.allocate_shared_memory(dtype, [DS_STAGES, BLOCK_K, BLOCK_Q], DS)
-    ds1_s = gl.allocate_shared_memory(dtype, [DS_STAGES, BLOCK_K, BLOCK_Q], DS)
-    kv_s = (kv0_s, kv1_s)
-    ds_s = (ds0_s, ds1_s)
-    if CONSUMERS == 3:
-        kv_s = (kv0_s, kv1_s, gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_K, BLOCK_D], desc_k.layout))  # type: ignore[assignment]
-        ds_s = (ds0_s, ds1_s, gl.allocate_shared_memory(dtype, [DS_STAGES, BLOCK_K, BLOCK_Q], DS))  # type: ignore[assignment]
+    kv_s = ()
+    for _ in gl.static_range(CONSUMERS):
+        kv_s += (gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_K, BLOCK_D], desc_k.layout),)  # type: ignore[assignment]
+    ds_s = ()
+    for _ in gl.static_range(CONSUMERS):
+        ds_s += (gl.allocate_shared_memory(dtype, [DS_STAGES, BLOCK_K, BLOCK_Q], DS),)  # type: ignore[assignment]
     dq_s = gl.allocate_shared_memory(gl.float32, [DQ_STAGES] + desc_dq.block_type.shape, desc_dq.layout)
     lse_s = gl.allocate_shared_memory(desc_lse.dtype, [STAGES] + desc_lse.block_type.shape, desc_lse.layout)
     delta_s = gl.allocate_shared_memory(desc_delta.dtype, [STAGES] + desc_delta.block_type.shape, desc_delta.layout)
     gl.static_assert(CONSUMERS == 2 or not config.DV_BUFFER)
-    dv_s = ds0_s  # a placeholder: not used without DV_BUFFER
+    dv_s = ds_s[0]  # type: ignore[misc]  # a placeholder: not used without DV_BUFFER
     if config.DV_BUFFER:
         dv_s = gl.allocate_shared_memory(dtype, [2, BLOCK_K, BLOCK_D], DS)
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    kv_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    kv_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    work_full = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
-    work_s = gl.allocate_shared_memory(gl.int32, [32, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    # With a block map, consumers often wait for the next block, so dO's stages are freed before Q's.
-    EMPTY: gl.constexpr = 2 * STAGES if BLOCK_MAP else STAGES
-    empty = gl.allocate_shared_memory(gl.int64, [EMPTY, 1], BARRIER)
-    ds_full = gl.allocate_shared_memory(gl.int64, [DS_STAGES, 1], BARRIER)
+    ds_full = new_barriers(DS_STAGES, CONSUMERS)
     ds_empty = ds_full  # a placeholder: used with three consumers only
     if CONSUMERS == 3:
-        ds_empty = gl.allocate_shared_memory(gl.int64, [DS_STAGES, 1], BARRIER)
-    dq_full = gl.allocate_shared_memory(gl.int64, [DQ_STAGES, 1], BARRIER)
-    dq_empty = gl.allocate_shared_memory(gl.int64, [DQ_STAGES, 1], BARRIER)
-    mbarrier.init(kv_full, count=1)
-    mbarrier.init(kv_empty, count=CONSUMERS)
-    for i in gl.static_range(DQ_STAGES):
-        mbarrier.init(dq_full.index(i), count=1 if CONSUMERS == 3 else 2)
-        mbarrier.init(dq_empty.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-    for i in gl.static_range(EMPTY):
-        mbarrier.init(empty.index(i), count=CONSUMERS)
-    for i in gl.static_range(DS_STAGES):
-        mbarrier.init(ds_full.index(i), count=CONSUMERS)
-        if CONSUMERS == 3:
-            mbarrier.init(ds_empty.index(i), count=1)
-    for i in gl.static_range(4):
-        mbarrier.init(work_full.index(i), count=1)
+        ds_empty = new_barriers(DS_STAGES, 1)
+    barriers = BackwardBarriers(
+        kv_full=new_barrier(1),
+        kv_empty=new_barrier(CONSUMERS),
+        full=new_barriers(STAGES, 1),
+        # With a block map, consumers often wait for the next block, so dO's stages are freed before Q's.
+        empty=new_barriers(2 * STAGES if BLOCK_MAP else STAGES, CONSUMERS),
+        ds_full=ds_full,
+        ds_empty=ds_empty,
+        dq_full=new_barriers(DQ_STAGES, 1 if CONSUMERS == 3 else 2),
+        dq_empty=new_barriers(DQ_STAGES, 1),
+    )
+    work_full = new_barriers(4, 1)
+    work_s = gl.allocate_shared_memory(gl.int32, [32, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     ones_s = lse_s  # a placeholder: used with three consumers only
     if CONSUMERS == 3:
         ones_s = ones_operand(BLOCK_K)
     job = (
-        tensors,
+        BackwardTensors(desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_lse, desc_delta),
         BackwardBuffers(q_s, do_s, kv_s, ds_s, dq_s, lse_s, delta_s, dv_s, ones_s),
-        BackwardBarriers(kv_full, kv_empty, full, empty, ds_full, ds_empty, dq_full, dq_empty),
-        sizes,
+        barriers,
+        BackwardSizes(H, K, G, T, S, padded_T, lo, hi, scale, sm_scale, section),
         mask,
         BackwardSchedule(num_tiles, num_whole, num_parts, counter, dq_states, work_s, work_full),
         config,
     )
-    if BLOCK_MAP:
-        gl.warp_specialize(
-            [(_consume, (0,) + job), (_consume, (1,) + job), (produce_listed, job), (add_dq_listed, job)],
-            [4, 1, 1],
-            [REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
-        )
-    elif CONSUMERS == 3:
+    if CONSUMERS == 3:
         gl.warp_specialize(
             [(_consume, (0,) + job), (_consume, (1,) + job), (_consume, (2,) + job), (produce, job), (add_dq, job)],
             [4, 4, 1, 1],
@@ -240,14 +189,12 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, mask, schedule
     """
     BLOCK_Q: gl.constexpr = config.BLOCK_Q
     BLOCK_K: gl.constexpr = config.BLOCK_K
-    BLOCK_D: gl.constexpr = config.BLOCK_D
     APART: gl.constexpr = config.FIRST_STEP_APART
     THREE: gl.constexpr = config.CONSUMERS == 3
     ADD: gl.constexpr = config.ACCUMULATE and not config.SPLIT_HEADS  # dK and dV
     SPLIT: gl.constexpr = 128 // BLOCK_Q
-    G, T, S, sm_scale = sizes.G, sizes.T, sizes.S, sizes.sm_scale
+    G, S, sm_scale = sizes.G, sizes.S, sizes.sm_scale
     given = (buffers, barriers, mask, sizes, config)
-    kv_empty = barriers.kv_empty
     turn = 0
     i = 0
     tile, i_b, i_k, n0, a, b, c, d = published_work(turn, schedule, 4)
@@ -261,16 +208,16 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, mask, schedule
             n = end - first
             num_edges = n - (end_full - first_full)
             o_n = n0 + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(1, config.SCORES))
-            lower, upper = intervals_of(o_n, S, T, -sizes.hi, -sizes.lo, mask, i_b, config.TABLE)
+            lower, upper = intervals_of(o_n, S, sizes.T, -sizes.hi, -sizes.lo, mask, i_b, config.TABLE)
             upper = gl.where(o_n < S, upper, 0)  # hide rows past the last key: K is 0 there, and P could overflow
-        dk = gl.zeros([BLOCK_K, BLOCK_D], gl.float32, layout=config.GRADIENTS)
-        dv = gl.zeros([BLOCK_K, BLOCK_D], gl.float32, layout=config.GRADIENTS)
+        dk = gl.zeros([BLOCK_K, config.BLOCK_D], gl.float32, layout=config.GRADIENTS)
+        dv = gl.zeros([BLOCK_K, config.BLOCK_D], gl.float32, layout=config.GRADIENTS)
         mbarrier.wait(barriers.kv_full, turn & 1)
         if config.BLOCK_MAP:  # full blocks hide nothing
             if (num_edges > 0) | ((G > 1) & (mask.stride_head != 0)):
-                clear_nonfinite_pair(buffers.kv_s[WG], BLOCK_K, BLOCK_D, APART)
+                clear_nonfinite_pair(buffers.kv_s[WG], APART)
         elif config.HAS_EDGES:
-            clear_nonfinite_pair(buffers.kv_s[WG], BLOCK_K, BLOCK_D, APART)
+            clear_nonfinite_pair(buffers.kv_s[WG], APART)
         # Main loop: for each query head that shares the keys, blocks with hidden scores, then the others.
         lead = -1 if APART else turn  # the step of block i computes dQ number i + lead, that of block i - 1
         if APART:
@@ -310,9 +257,9 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, mask, schedule
             make_every_third_dq(WG, i - 1, buffers, barriers, sm_scale, config)
         elif config.WITH_DQ:
             dq = warpgroup_mma_wait(0, deps=(start_dq(WG, False, i - 1, buffers, barriers, config),))
-        mbarrier.arrive(kv_empty, count=1)
+        mbarrier.arrive(barriers.kv_empty, count=1)
         if config.WITH_DQ:  # after this no consumer reads dS, so its buffer is used to write dV and dK
-            mbarrier.wait(kv_empty, turn & 1)
+            mbarrier.wait(barriers.kv_empty, turn & 1)
         if not APART:
             i_b, i_k, n0 = _destination(WG, turn, schedule, config)
         if not config.DV_BUFFER:

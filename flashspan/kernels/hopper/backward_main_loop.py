@@ -18,6 +18,7 @@ from flashspan.kernels.hopper.gluon_compat import barrier
 from flashspan.kernels.hopper.masking import hide_by_words, hide_outside
 from flashspan.kernels.hopper.parts import DEPTH
 from flashspan.kernels.hopper.ptx import in_own_registers, opaque
+from flashspan.kernels.hopper.shared_memory import matrix
 
 
 @gluon.jit
@@ -44,7 +45,6 @@ def step(
     full, empty, ds_full = barriers.full, barriers.empty, barriers.ds_full
     BLOCK_Q: gl.constexpr = config.BLOCK_Q
     BLOCK_K: gl.constexpr = config.BLOCK_K
-    BLOCK_D: gl.constexpr = config.BLOCK_D
     STAGES: gl.constexpr = config.STAGES
     SCORES: gl.constexpr = config.SCORES
     THREE: gl.constexpr = config.CONSUMERS == 3
@@ -57,10 +57,10 @@ def step(
     stage = i & (STAGES - 1)
     slot, phase = ds_stage(i, ds_full.shape[0])
     mbarrier.wait(full.index(stage), (i // STAGES) & 1)
-    q = buffers.q_s.index(stage).reshape((BLOCK_Q, BLOCK_D))
-    do = buffers.do_s.index(stage).reshape((BLOCK_Q, BLOCK_D))
-    k = buffers.kv_s[WG].index(opaque(0)).reshape((BLOCK_K, BLOCK_D))
-    v = buffers.kv_s[WG].index(opaque(1)).reshape((BLOCK_K, BLOCK_D))
+    q = matrix(buffers.q_s, stage)
+    do = matrix(buffers.do_s, stage)
+    k = matrix(buffers.kv_s[WG], opaque(0))
+    v = matrix(buffers.kv_s[WG], opaque(1))
     zero = gl.zeros([BLOCK_K, BLOCK_Q], gl.float32, layout=SCORES)
     # S^T = K Q^T - lse and dP^T = V dO^T - delta.
     if ROW_BIAS:

@@ -23,20 +23,12 @@ from flashspan.kernels.hopper.scheduler import (
 @gluon.jit
 def published_work(turn, schedule, WARPS: gl.constexpr):
     """Wait until this turn's tile is published. Return its number and the seven numbers that describe it."""
-    work_s = schedule.work_s
     slot = turn & 3
     mbarrier.wait(schedule.work_full.index(slot), (turn >> 2) & 1)
-    slot *= 8
-    return (
-        load_number(work_s.index(slot), WARPS),
-        load_number(work_s.index(slot + 1), WARPS),
-        load_number(work_s.index(slot + 2), WARPS),
-        load_number(work_s.index(slot + 3), WARPS),
-        load_number(work_s.index(slot + 4), WARPS),
-        load_number(work_s.index(slot + 5), WARPS),
-        load_number(work_s.index(slot + 6), WARPS),
-        load_number(work_s.index(slot + 7), WARPS),
-    )
+    work = ()
+    for i in gl.static_range(8):
+        work += (load_number(schedule.work_s.index(slot * 8 + i), WARPS),)  # type: ignore[assignment]
+    return work
 
 
 @gluon.jit
@@ -50,27 +42,25 @@ def _publish_work(turn, tile, work, schedule):
 
 
 @gluon.jit
-def _line_work(tile, num_tiles, sizes, mask, KEYS: gl.constexpr):
+def _line_work(tile, sizes, mask, schedule, config):
     """Return a tile's sequence, key head, first key and line of the block map; and for the first of its query heads,
     the number of blocks of queries to visit and how many of them are partial (these come first)."""
-    line, i_bk = find_line(tile, mask, num_tiles // mask.num_lines, sizes.section, sizes.K, sizes.G)
+    line, i_bk = find_line(tile, mask, schedule.num_tiles // mask.num_lines, sizes.section, sizes.K, sizes.G)
     begin, end, n, num_partial = find_list(mask, i_bk // sizes.K, i_bk % sizes.K * sizes.G, line)
-    return i_bk // sizes.K, i_bk % sizes.K, line * KEYS, line, n, num_partial, 0
+    return i_bk // sizes.K, i_bk % sizes.K, line * (2 * config.BLOCK_K), line, n, num_partial, 0
 
 
 @gluon.jit
 def _load_keys(turn, tensors, buffers, barriers, sizes, b, i_k, n0, config):
     """Load K and V of a tile, as soon as those of the previous tile are no longer read."""
-    kv_full = barriers.kv_full
     h = head_of_keys(i_k, sizes.K, tensors.desc_k, config.SPLIT_HEADS)
     mbarrier.wait(barriers.kv_empty, (turn & 1) ^ 1)
-    mbarrier.expect(kv_full, 2 * config.CONSUMERS * tensors.desc_k.block_type.nbytes)
-    for w in gl.static_range(config.CONSUMERS):
-        row = n0 + w * config.BLOCK_K
-        tma.async_copy_global_to_shared(tensors.desc_k, [b, h, row, 0], kv_full, buffers.kv_s[w].index(0))
-    for w in gl.static_range(config.CONSUMERS):
-        row = n0 + w * config.BLOCK_K
-        tma.async_copy_global_to_shared(tensors.desc_v, [b, h, row, 0], kv_full, buffers.kv_s[w].index(1))
+    mbarrier.expect(barriers.kv_full, 2 * config.CONSUMERS * tensors.desc_k.block_type.nbytes)
+    for i in gl.static_range(2):
+        desc = tensors.desc_k if i == 0 else tensors.desc_v
+        for w in gl.static_range(config.CONSUMERS):
+            where = [b, h, n0 + w * config.BLOCK_K, 0]
+            tma.async_copy_global_to_shared(desc, where, barriers.kv_full, buffers.kv_s[w].index(i))
 
 
 @gluon.jit
@@ -90,9 +80,9 @@ def _load_queries(tensors, buffers, bar, b, h, m0, row, stage):
 
 @gluon.jit
 def _interval_work(tile, sizes, mask, schedule, config):
-    """Return the seven numbers that describe a tile. With SPLIT_TILES, each tile number from num_whole on is one of
-    num_parts parts of a tile, with a share of its queries. Otherwise most programs would be idle in the last round of
-    equally long tiles."""
+    """Return a tile's sequence, key head and first key, and the blocks of queries to visit. With SPLIT_TILES, each tile
+    number from num_whole on is one of num_parts parts of a tile, with a share of its queries. Otherwise most programs
+    would be idle in the last round of equally long tiles."""
     TILE_K: gl.constexpr = config.CONSUMERS * config.BLOCK_K
     if not config.SPLIT_TILES:
         return locate_keys(tile, schedule.num_tiles, sizes, mask, TILE_K, config.BLOCK_Q, config.TABLE, 1)
@@ -111,79 +101,71 @@ def _interval_work(tile, sizes, mask, schedule, config):
 
 
 @gluon.jit
-def produce(tensors, buffers, barriers, sizes, mask, schedule, config):
-    """Load K and V of each tile, and Q, dO, -lse and -delta of each block of queries. A tile's first block of queries
-    is loaded before its K and V, because its buffer is free earlier."""
-    BLOCK_Q: gl.constexpr = config.BLOCK_Q
-    STAGES: gl.constexpr = config.STAGES
-    BYTES: gl.constexpr = 2 * (tensors.desc_q.block_type.nbytes + tensors.desc_lse.block_type.nbytes)
-    turn = 0
-    i = 0
-    tile = gl.program_id(0)
-    work = _interval_work(tile, sizes, mask, schedule, config)
-    _publish_work(turn, tile, work, schedule)
-    while tile < schedule.num_tiles:
-        i_b, i_k, n0, first, first_full, end_full, end = work
-        n = end - first
-        for j in range(n * sizes.G):
-            i_h = i_k * sizes.G + j // n
-            m0 = nth_block(j % n, first, first_full, end_full, end) * BLOCK_Q
-            stage = i & (STAGES - 1)
-            bar = barriers.full.index(stage)
-            mbarrier.wait(barriers.empty.index(stage), ((i // STAGES) & 1) ^ 1)
-            mbarrier.expect(bar, BYTES)
-            row = (i_b * sizes.H + i_h) * sizes.padded_T + m0
-            _load_queries(tensors, buffers, bar, i_b, i_h, m0, row, stage)
-            tma.async_copy_global_to_shared(tensors.desc_do, [i_b, i_h, m0, 0], bar, buffers.do_s.index(stage))
-            if j == 0:
-                _load_keys(turn, tensors, buffers, barriers, sizes, i_b, i_k, n0, config)
-            i += 1
-        tile = next_tile(schedule.counter)
-        work = _interval_work(gl.minimum(tile, schedule.num_tiles - 1), sizes, mask, schedule, config)
-        turn += 1
-        _publish_work(turn, tile, work, schedule)
-    reset_counter(schedule.counter)
+def _find_work(tile, sizes, mask, schedule, config):
+    """Return the seven numbers that describe a tile."""
+    if config.BLOCK_MAP:
+        work = _line_work(tile, sizes, mask, schedule, config)
+    else:
+        work = _interval_work(tile, sizes, mask, schedule, config)
+    return work
 
 
 @gluon.jit
-def produce_listed(tensors, buffers, barriers, sizes, mask, schedule, config):
-    """`produce` for a block map: loads the blocks of a line's lists, the partial ones first, with their bits."""
-    BLOCK_Q: gl.constexpr = config.BLOCK_Q
+def produce(tensors, buffers, barriers, sizes, mask, schedule, config):
+    """Load K and V of each tile, and Q, dO, -lse and -delta of each block of queries. A tile's first block of queries
+    is loaded before its K and V, because its buffer is free earlier. For a block map: the blocks of a line's lists, the
+    partial ones first, with their bits."""
     STAGES: gl.constexpr = config.STAGES
-    SPLIT: gl.constexpr = 128 // BLOCK_Q
+    SPLIT: gl.constexpr = 128 // config.BLOCK_Q
     BYTES: gl.constexpr = 2 * (tensors.desc_q.block_type.nbytes + tensors.desc_lse.block_type.nbytes)
-    WORDS: gl.constexpr = 2 * mask.desc_words.block_type.nbytes
-    num_tiles = schedule.num_tiles
     turn = 0
     i = 0
     tile = gl.program_id(0)
-    work = _line_work(tile, num_tiles, sizes, mask, 2 * config.BLOCK_K)
+    work = _find_work(tile, sizes, mask, schedule, config)
     _publish_work(turn, tile, work, schedule)
-    while tile < num_tiles:
-        i_b, i_k, n0, line, n_first, partial_first, _ = work
-        for g in range(sizes.G):
-            i_h = i_k * sizes.G + g
-            begin, end, n, num_partial = find_list(mask, i_b, i_h, line)
-            for j in range(n * SPLIT):
-                block, word = find_block(mask, begin, end, j // SPLIT, num_partial)
-                m0 = block * 128 + j % SPLIT * BLOCK_Q
-                partial = j // SPLIT < num_partial
+    while tile < schedule.num_tiles:
+        i_b, i_k, n0, a, b, c, d = work
+        if config.BLOCK_MAP:
+            WORDS: gl.constexpr = 2 * mask.desc_words.block_type.nbytes
+            for g in range(sizes.G):
+                i_h = i_k * sizes.G + g
+                begin, end, n, num_partial = find_list(mask, i_b, i_h, a)
+                for j in range(n * SPLIT):
+                    block, word = find_block(mask, begin, end, j // SPLIT, num_partial)
+                    m0 = block * 128 + j % SPLIT * config.BLOCK_Q
+                    partial = j // SPLIT < num_partial
+                    stage = i & (STAGES - 1)
+                    bar = barriers.full.index(stage)
+                    phase = ((i // STAGES) & 1) ^ 1
+                    mbarrier.wait(barriers.empty.index(stage + STAGES), phase)
+                    mbarrier.expect(bar, BYTES, pred=j // SPLIT >= num_partial)
+                    mbarrier.expect(bar, BYTES + WORDS, pred=partial)
+                    tma.async_copy_global_to_shared(tensors.desc_do, [i_b, i_h, m0, 0], bar, buffers.do_s.index(stage))
+                    mbarrier.wait(barriers.empty.index(stage), phase)
+                    load_words(mask, word, bar, stage, partial)
+                    row = (i_b * sizes.H + i_h) * sizes.padded_T + m0
+                    _load_queries(tensors, buffers, bar, i_b, i_h, m0, row, stage)
+                    if g + j == 0:
+                        _load_keys(turn, tensors, buffers, barriers, sizes, i_b, i_k, n0, config)
+                    i += 1
+        else:
+            first, first_full, end_full, end = a, b, c, d
+            n = end - first
+            for j in range(n * sizes.G):
+                i_h = i_k * sizes.G + j // n
+                m0 = nth_block(j % n, first, first_full, end_full, end) * config.BLOCK_Q
                 stage = i & (STAGES - 1)
                 bar = barriers.full.index(stage)
-                phase = ((i // STAGES) & 1) ^ 1
-                mbarrier.wait(barriers.empty.index(stage + STAGES), phase)
-                mbarrier.expect(bar, BYTES, pred=j // SPLIT >= num_partial)
-                mbarrier.expect(bar, BYTES + WORDS, pred=partial)
-                tma.async_copy_global_to_shared(tensors.desc_do, [i_b, i_h, m0, 0], bar, buffers.do_s.index(stage))
-                mbarrier.wait(barriers.empty.index(stage), phase)
-                load_words(mask, word, bar, stage, partial)
+                mbarrier.wait(barriers.empty.index(stage), ((i // STAGES) & 1) ^ 1)
+                mbarrier.expect(bar, BYTES)
                 row = (i_b * sizes.H + i_h) * sizes.padded_T + m0
                 _load_queries(tensors, buffers, bar, i_b, i_h, m0, row, stage)
-                if g + j == 0:
+                tma.async_copy_global_to_shared(tensors.desc_do, [i_b, i_h, m0, 0], bar, buffers.do_s.index(stage))
+                if j == 0:
                     _load_keys(turn, tensors, buffers, barriers, sizes, i_b, i_k, n0, config)
                 i += 1
         tile = next_tile(schedule.counter)
-        work = _line_work(gl.minimum(tile, num_tiles - 1), num_tiles, sizes, mask, 2 * config.BLOCK_K)
+        work = _find_work(gl.minimum(tile, schedule.num_tiles - 1), sizes, mask, schedule, config)
         turn += 1
         _publish_work(turn, tile, work, schedule)
     reset_counter(schedule.counter)

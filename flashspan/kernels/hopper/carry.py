@@ -15,30 +15,21 @@ LOWEST = gl.constexpr(-(2.0**126))
 
 
 @gluon.jit
-def _carry_rows(outputs, i_bh, H, m0, T, COLUMN: gl.constexpr, D: gl.constexpr, BD: gl.constexpr, L: gl.constexpr):
-    """Return pointers to 64 rows and BD columns of out from m0 and COLUMN on, and which of them exist."""
-    out, s_ob, s_oh, s_ot = outputs.out, outputs.stride_b, outputs.stride_h, outputs.stride_t
-    o_r = opaque(0) + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
-    # Times 8, so that the compiler still knows that 8 neighbours are contiguous.
-    o_d = opaque(0) * 8 + gl.arange(0, BD, layout=gl.SliceLayout(0, L))
-    here = (m0 + o_r < T)[:, None]
-    if D < COLUMN + BD:
-        here = here & (o_d < D - COLUMN)[None, :]
-    i_b = (i_bh // H).to(gl.int64)
-    i_h = (i_bh % H).to(gl.int64)
-    p_out = out + i_b * s_ob * 8 + i_h * s_oh * 8 + m0.to(gl.int64) * (s_ot * 8)
-    return p_out + (o_r * (s_ot * 8))[:, None] + (o_d + COLUMN)[None, :], here
-
-
-@gluon.jit
 def load_carry(outputs, i_bh, m0, sizes, config):
     """Load the carry's 64 rows from m0 on. Returns the slices of out, and lse."""
-    T = sizes.T
+    T, s_ot = sizes.T, outputs.stride_t
     o = ()
     for i in gl.static_range(config.SLICES):
-        p_tile, here = _carry_rows(
-            outputs, i_bh, sizes.H, m0, T, i * config.SLICE_D, config.HEAD_DIM, config.SLICE_D, config.OUTPUT
-        )
+        o_r = opaque(0) + gl.arange(0, 64, layout=gl.SliceLayout(1, config.OUTPUT))
+        # Times 8, so that the compiler still knows that 8 neighbours are contiguous.
+        o_d = opaque(0) * 8 + gl.arange(0, config.SLICE_D, layout=gl.SliceLayout(0, config.OUTPUT))
+        here = (m0 + o_r < T)[:, None]
+        if (i + 1) * config.SLICE_D > config.HEAD_DIM:
+            here = here & (o_d < config.HEAD_DIM - i * config.SLICE_D)[None, :]
+        i_b = (i_bh // sizes.H).to(gl.int64)
+        i_h = (i_bh % sizes.H).to(gl.int64)
+        p_out = outputs.out + i_b * outputs.stride_b * 8 + i_h * outputs.stride_h * 8 + m0.to(gl.int64) * (s_ot * 8)
+        p_tile = p_out + (o_r * (s_ot * 8))[:, None] + (o_d + i * config.SLICE_D)[None, :]
         o += (gl.load(p_tile, mask=here, other=0.0),)
     o_m = m0 + gl.arange(0, 64, layout=gl.SliceLayout(1, config.SCORES))
     return o, gl.load(outputs.lse + i_bh.to(gl.int64) * T + o_m, mask=o_m < T, other=float("-inf"))

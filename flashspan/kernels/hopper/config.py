@@ -199,7 +199,7 @@ class BackwardTensors:
     desc_do: Descriptor
     desc_k: Descriptor
     desc_v: Descriptor
-    desc_dq: Descriptor
+    desc_dq: Descriptor | gl.constexpr  # None in the pass over keys of two_pass.py
     desc_dk: Descriptor
     desc_dv: Descriptor
     desc_lse: Descriptor
@@ -259,20 +259,6 @@ class PassConfig:
     SPLIT_HEADS: gl.constexpr  # several key heads share K and V: as in BackwardConfig
     SCORES: gl.constexpr  # layout of S and dP, or S^T and dP^T, in registers
     GRADIENTS: gl.constexpr  # layout of dQ, or dK and dV
-
-
-@aggregate
-class KeyPassTensors:
-    """Descriptors. lse and delta are negative."""
-
-    desc_q: Descriptor
-    desc_do: Descriptor
-    desc_k: Descriptor
-    desc_v: Descriptor
-    desc_dk: Descriptor
-    desc_dv: Descriptor
-    desc_lse: Descriptor
-    desc_delta: Descriptor
 
 
 @aggregate

@@ -11,7 +11,7 @@ from flashspan.kernels.hopper.backward_producer import published_work
 from flashspan.kernels.hopper.gluon_compat import barrier, reduce_add
 from flashspan.kernels.hopper.masking import find_block, find_list, nth_block
 from flashspan.kernels.hopper.ptx import fence_global, opaque, wait_for_writes
-from flashspan.kernels.hopper.shared_memory import swizzle, swizzled
+from flashspan.kernels.hopper.shared_memory import matrix, swizzle, swizzled
 
 
 @gluon.jit
@@ -34,15 +34,14 @@ def start_dq(WG: gl.constexpr, WHOLE: gl.constexpr, i, buffers, barriers, config
     half: 64 rows or, if a block has only 64 rows, half of the columns."""
     BLOCK_Q: gl.constexpr = config.BLOCK_Q
     BLOCK_D: gl.constexpr = config.BLOCK_D
-    ds_full = barriers.ds_full
-    stage, phase = ds_stage(i, ds_full.shape[0])
-    mbarrier.wait(ds_full.index(stage), phase)
+    stage, phase = ds_stage(i, barriers.ds_full.shape[0])
+    mbarrier.wait(barriers.ds_full.index(stage), phase)
     if WHOLE:
         dq = gl.zeros([BLOCK_Q, BLOCK_D], gl.float32, layout=config.GRADIENTS)
     else:
         dq = gl.zeros([64, 64], gl.float32, layout=config.HALF_DQ)
     for w in gl.static_range(config.CONSUMERS):
-        k = buffers.kv_s[w].index(opaque(0)).reshape((config.BLOCK_K, BLOCK_D))
+        k = matrix(buffers.kv_s[w], opaque(0))
         ds = buffers.ds_s[w].index(stage)
         if not WHOLE:
             if BLOCK_Q == 64:
@@ -126,52 +125,44 @@ def add_dq(tensors, buffers, barriers, sizes, mask, schedule, config):
     DROPPED: gl.constexpr = 0 if config.FIRST_STEP_APART else 1  # number of dropped dQs per tile
     turn = 0
     count = 0
-    tile, i_b, i_k, n0, first, first_full, end_full, end = published_work(turn, schedule, 1)
+    tile, i_b, i_k, n0, a, b, c, d = published_work(turn, schedule, 1)
     while tile < schedule.num_tiles:
-        n = end - first
-        if DROPPED:  # a tile's first dQ, which belongs to no block: see `_consume` in backward.py
-            stage, phase = dq_stage(count, barriers.dq_full.shape[0])
-            mbarrier.wait(barriers.dq_full.index(stage), phase)
-            mbarrier.arrive(barriers.dq_empty.index(stage), count=1)
-        for j in range(n * sizes.G):
-            i_h = i_k * sizes.G + j // n
-            m0 = nth_block(j % n, first, first_full, end_full, end) * BLOCK_Q
-            row = (i_b * sizes.H + i_h) * sizes.padded_T + m0
-            if config.FIRST_STORES:
-                p_state = schedule.dq_states + row // BLOCK_Q
-                state = _claim(p_state)
-                _add(tensors.desc_dq, i_b, i_h, m0, row, state, count + DROPPED + j, buffers, barriers, config)
-                _release(p_state, state)
-            else:
-                _add(tensors.desc_dq, i_b, i_h, m0, row, 2, count + DROPPED + j, buffers, barriers, config)
-        count += n * sizes.G + DROPPED
-        turn += 1
-        tile, i_b, i_k, n0, first, first_full, end_full, end = published_work(turn, schedule, 1)
-
-
-@gluon.jit
-def add_dq_listed(tensors, buffers, barriers, sizes, mask, schedule, config):
-    """The dQ warp for a block map."""
-    BLOCK_Q: gl.constexpr = config.BLOCK_Q
-    turn = 0
-    count = 0
-    tile, i_b, i_k, n0, line, n_first, partial_first, _ = published_work(turn, schedule, 1)
-    while tile < schedule.num_tiles:
-        for g in range(sizes.G):
-            i_h = i_k * sizes.G + g
-            begin, end, n, num_partial = find_list(mask, i_b, i_h, line)
-            for j in range(n):
-                block, word = find_block(mask, begin, end, j, num_partial)
-                row = (i_b * sizes.H + i_h) * sizes.padded_T + block * 128
-                p_state = schedule.dq_states + row // 128
-                state = 2
-                if config.FIRST_STORES:  # one claim for both parts: no wait for another block between them
-                    state = _claim(p_state)
-                for part in gl.static_range(128 // BLOCK_Q):
-                    m0 = block * 128 + part * BLOCK_Q
-                    _add(tensors.desc_dq, i_b, i_h, m0, row + part * BLOCK_Q, state, count, buffers, barriers, config)
-                    count += 1
+        if config.BLOCK_MAP:
+            for g in range(sizes.G):
+                i_h = i_k * sizes.G + g
+                begin, end, n, num_partial = find_list(mask, i_b, i_h, a)
+                for j in range(n):
+                    block, word = find_block(mask, begin, end, j, num_partial)
+                    row = (i_b * sizes.H + i_h) * sizes.padded_T + block * 128
+                    p_state = schedule.dq_states + row // 128
+                    state = 2
+                    if config.FIRST_STORES:  # one claim for both parts: no wait for another block between them
+                        state = _claim(p_state)
+                    for part in gl.static_range(128 // BLOCK_Q):
+                        m0 = block * 128 + part * BLOCK_Q
+                        at = row + part * BLOCK_Q
+                        _add(tensors.desc_dq, i_b, i_h, m0, at, state, count, buffers, barriers, config)
+                        count += 1
+                    if config.FIRST_STORES:
+                        _release(p_state, state)
+        else:
+            first, first_full, end_full, end = a, b, c, d
+            n = end - first
+            if DROPPED:  # a tile's first dQ, which belongs to no block: see `_consume` in backward.py
+                stage, phase = dq_stage(count, barriers.dq_full.shape[0])
+                mbarrier.wait(barriers.dq_full.index(stage), phase)
+                mbarrier.arrive(barriers.dq_empty.index(stage), count=1)
+            for j in range(n * sizes.G):
+                i_h = i_k * sizes.G + j // n
+                m0 = nth_block(j % n, first, first_full, end_full, end) * BLOCK_Q
+                row = (i_b * sizes.H + i_h) * sizes.padded_T + m0
                 if config.FIRST_STORES:
+                    p_state = schedule.dq_states + row // BLOCK_Q
+                    state = _claim(p_state)
+                    _add(tensors.desc_dq, i_b, i_h, m0, row, state, count + DROPPED + j, buffers, barriers, config)
                     _release(p_state, state)
+                else:
+                    _add(tensors.desc_dq, i_b, i_h, m0, row, 2, count + DROPPED + j, buffers, barriers, config)
+            count += n * sizes.G + DROPPED
         turn += 1
-        tile, i_b, i_k, n0, line, n_first, partial_first, _ = published_work(turn, schedule, 1)
+        tile, i_b, i_k, n0, a, b, c, d = published_work(turn, schedule, 1)

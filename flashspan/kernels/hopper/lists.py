@@ -12,7 +12,7 @@ from flashspan.kernels.hopper.tiles import FORWARD, WARPS
 from flashspan.kernels.launch.launch import Launch
 from flashspan.kernels.masks import Blocks
 from flashspan.kernels.portable.arguments import LOG2E
-from flashspan.kernels.portable.sparse import maps
+from flashspan.kernels.portable.loops import maps
 
 BLOCK = (128, 128)
 """The only size of blocks that these kernels support: 64 rows for each of two warpgroups."""

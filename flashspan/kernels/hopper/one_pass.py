@@ -6,7 +6,7 @@ import triton
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flashspan.kernels.hopper.backward import backward_kernel, lists_backward_kernel
+from flashspan.kernels.hopper.backward import backward_kernel
 from flashspan.kernels.hopper.lists import describe_bits
 from flashspan.kernels.hopper.parts import is_unit
 from flashspan.kernels.hopper.tensors import (
@@ -17,12 +17,12 @@ from flashspan.kernels.hopper.tensors import (
     key_heads_for_keys,
     multiprocessors,
 )
-from flashspan.kernels.hopper.tiles import BACKWARD, WARPS, Backward, backward_tile, dq_turns, warps
+from flashspan.kernels.hopper.tiles import BACKWARD, Backward, backward_tile, dq_turns, warps
 from flashspan.kernels.launch.launch import Launch
-from flashspan.kernels.masks import Band, Blocks, Mask
+from flashspan.kernels.masks import EVERYTHING, Band, Blocks, Mask
 from flashspan.kernels.portable.arguments import LOG2E, mask_arguments
 from flashspan.kernels.portable.gradient_parts import count_equal_parts, count_parts
-from flashspan.kernels.portable.sparse import maps
+from flashspan.kernels.portable.loops import maps
 
 CUT_BLOCKS = 16
 """About how many blocks of queries a part of a tile has, if gradients are accumulated and tiles are split."""
@@ -31,6 +31,9 @@ CLAIMED = 4096
 """If a query sees at most this many keys, claiming sums of dQ block by block costs less than clearing them first.
 Without a mask, all tiles of a head visit a block of queries at the same time, and would wait for the one that stores,
 so sums are then claimed only if the head has one tile."""
+
+NO_LISTS = (None,) * 4
+"""The tensors of a block map, or its numbers, in a call with another mask."""
 
 
 def count_key_parts(q: Tensor, k: Tensor, mask: Mask, accumulate: bool, with_dq: bool) -> int:
@@ -42,17 +45,11 @@ def count_key_parts(q: Tensor, k: Tensor, mask: Mask, accumulate: bool, with_dq:
         tile = backward_tile(wide, with_dq and isinstance(mask, Band), S)
     num_tiles = triton.cdiv(S, tile.warpgroups * tile.block_k) * B * K
     sizes = H // K, num_tiles, triton.cdiv(T, tile.block_q), multiprocessors(q.device)
-    if not (with_dq and isinstance(mask, Band) and sees_all(mask, T, S)):
+    if not (with_dq and isinstance(mask, Band) and mask.simplify(T, S) is EVERYTHING):
         return count_parts(*sizes) if H > K else 1
     if accumulate and (H == K or 2 * CUT_BLOCKS * tile.block_q <= T):
         return 1  # these tiles are split by queries, and their parts are added in place
     return count_equal_parts(*sizes)
-
-
-def sees_all(mask: Band, T: int, S: int) -> bool:
-    """Whether every query sees every key."""
-    lo, hi = mask.bounds(T, S)
-    return lo <= 1 - T and hi >= S - 1
 
 
 def backward_launch(given: BackwardInputs) -> Launch:
@@ -89,11 +86,11 @@ def backward_launch(given: BackwardInputs) -> Launch:
         backward_kernel,
         (min(num_tiles, chip),),
         (
-            *_descriptors(given, tile), states, first, last, counter, s_columns, H, K, H // K, T, S,
-            len(minus_lse) // (B * H), lo, hi, scale * LOG2E, scale, section, num_tiles, whole, parts,
+            *_descriptors(given, tile), None, states, first, last, *NO_LISTS, counter, s_columns, *NO_LISTS, H, K,
+            H // K, T, S, len(minus_lse) // (B * H), lo, hi, scale * LOG2E, scale, section, num_tiles, whole, parts,
         ),
         {
-            "STAGES": 2, "TABLE": table, "ACCUMULATE": accumulate,
+            "STAGES": 2, "TABLE": table, "BLOCK_MAP": False, "ACCUMULATE": accumulate,
             "HAS_EDGES": masked or tile.warpgroups == 3 or S % keys > 0, "WITH_DQ": sums is not None,
             "FIRST_STORES": claims, "SPLIT_TILES": cut or by_queries, "SPLIT_HEADS": k.shape[1] < K,
             "WHOLE_DQ_STAGES": 0 if sums is None else dq_turns(tile.warpgroups, wide, claims, sees_past and H > K),
@@ -113,16 +110,17 @@ def _lists_launch(given: BackwardInputs) -> Launch:
     tile = BACKWARD[wide]
     section = key_heads_for_keys(q, dk, lines)
     return Launch(
-        lists_backward_kernel,
+        backward_kernel,
         (min(lines * B * K, chip),),
         (
-            *_descriptors(given, tile), describe_bits(mask.bits_t, mask), states, *mask.columns.tensors, counter,
-            *maps(mask, mask.columns), H, K, H // K, T, S, len(minus_lse) // (B * H), scale * LOG2E, scale, section,
-            lines * B * K,
+            *_descriptors(given, tile), describe_bits(mask.bits_t, mask), states, None, None, *mask.columns.tensors,
+            counter, None, *maps(mask, mask.columns), H, K, H // K, T, S, len(minus_lse) // (B * H), None, None,
+            scale * LOG2E, scale, section, lines * B * K, None, None,
         ),
         {
-            "STAGES": 2, "ACCUMULATE": accumulate, "FIRST_STORES": not accumulate, "SPLIT_HEADS": k.shape[1] < K,
-            "WHOLE_DQ_STAGES": dq_turns(2, wide, True), **WARPS,
+            "STAGES": 2, "TABLE": False, "BLOCK_MAP": True, "ACCUMULATE": accumulate, "HAS_EDGES": True,
+            "WITH_DQ": True, "FIRST_STORES": not accumulate, "SPLIT_TILES": False, "SPLIT_HEADS": k.shape[1] < K,
+            "WHOLE_DQ_STAGES": dq_turns(2, wide, True), "UNIT_SCALE": False, **warps(2),
         },
     )  # fmt: skip
 

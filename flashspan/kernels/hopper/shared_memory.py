@@ -1,26 +1,51 @@
-"""Tiles in shared memory: cleared of NaN, loaded into registers, written to global memory."""
+"""Shared memory: barriers, and tiles that are cleared of NaN, loaded into registers, written to global memory."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from flashspan.kernels.hopper.gluon_compat import barrier, reduce_add
 
 
 @gluon.jit
-def clear_nonfinite(x_s, BN: gl.constexpr, BD: gl.constexpr):
+def new_barrier(ARRIVALS: gl.constexpr):
+    """A barrier whose phase ends after this many arrivals."""
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=ARRIVALS)
+    return bar
+
+
+@gluon.jit
+def new_barriers(STAGES: gl.constexpr, ARRIVALS: gl.constexpr):
+    """A `new_barrier` for each stage."""
+    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(bars.index(i), count=ARRIVALS)
+    return bars
+
+
+@gluon.jit
+def matrix(buffers, i):
+    """Buffer number i, [1, 1, rows, columns], as a matrix."""
+    x = buffers.index(i)
+    return x.reshape((x.shape[2], x.shape[3]))
+
+
+@gluon.jit
+def clear_nonfinite(x_s):
     """Set inf and NaN in shared memory to 0, so that a key does not affect a query that does not see it, as 0 * NaN.
     Queries that see the key get NaN from their lse. For one warpgroup; 64 columns at a time, to save registers."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     LIMIT: gl.constexpr = 0x7C00 if x_s.dtype == gl.float16 else 0x7F80
-    for i in gl.static_range(BD // 64):
+    ROWS: gl.constexpr = x_s.shape[0]
+    for i in gl.static_range(x_s.shape[1] // 64):
         part = x_s.slice(64 * i, 64, dim=1)
         x = part.load(L)
         size = x.to(gl.int16, bitcast=True) & 0x7FFF
         if gl.max(gl.max(size, 1), 0) >= LIMIT:
-            part.store(gl.where(size >= LIMIT, gl.zeros([BN, 64], x_s.dtype, layout=L), x))
+            part.store(gl.where(size >= LIMIT, gl.zeros([ROWS, 64], x_s.dtype, layout=L), x))
     fence_async_shared()
     barrier()
 
@@ -31,13 +56,15 @@ def _either(a, b):
 
 
 @gluon.jit
-def clear_nonfinite_pair(own_s, BN: gl.constexpr, BD: gl.constexpr, PAIRS: gl.constexpr):
+def clear_nonfinite_pair(own_s, PAIRS: gl.constexpr):
     """`clear_nonfinite` for K and V together. Each number is tested separately, so the layout does not matter.
 
     PAIRS: two 16-bit numbers at a time. The sign bits are cleared, and 1 is added to the exponents: if all bits of an
     exponent are 1, the carry sets the sign bit. Without FIRST_STEP_APART there are too few registers for PAIRS: it
     spilled 80 bytes more.
     """
+    BN: gl.constexpr = own_s.shape[3]
+    BD: gl.constexpr = own_s.shape[4]
     if PAIRS:
         PL: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
         ONE: gl.constexpr = 0x04000400 if own_s.dtype == gl.float16 else 0x00800080

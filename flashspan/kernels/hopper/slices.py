@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma,
 
 from flashspan.kernels.hopper.ptx import rescale
 from flashspan.kernels.hopper.row_values import scale_rows
-from flashspan.kernels.hopper.shared_memory import split_columns, store_tile
+from flashspan.kernels.hopper.shared_memory import matrix, split_columns, store_tile
 
 
 @gluon.jit
@@ -31,8 +31,7 @@ def slices_of(buffers, block, config):
     """The slices of a block in shared memory, [rows, columns]."""
     found = ()
     for i in gl.static_range(config.SLICES):
-        x = buffers.index(block * config.SLICES + i)
-        found += (x.reshape((x.shape[2], x.shape[3])),)
+        found += (matrix(buffers, block * config.SLICES + i),)
     return found
 
 
@@ -41,8 +40,7 @@ def transposed_slices_of(buffers, block, config):
     """The slices of a block in shared memory, [columns, rows]."""
     found = ()
     for i in gl.static_range(config.SLICES):
-        x = buffers.index(block * config.SLICES + i)
-        found += (x.reshape((x.shape[2], x.shape[3])).permute((1, 0)),)
+        found += (matrix(buffers, block * config.SLICES + i).permute((1, 0)),)
     return found
 
 

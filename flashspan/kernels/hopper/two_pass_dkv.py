@@ -8,16 +8,16 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from flashspan.kernels.hopper.config import (
     BackwardSizes,
+    BackwardTensors,
     IntervalMask,
     KeyPassBarriers,
     KeyPassBuffers,
-    KeyPassTensors,
     PassConfig,
 )
 from flashspan.kernels.hopper.masking import intervals_of, nth_block
 from flashspan.kernels.hopper.ptx import opaque
 from flashspan.kernels.hopper.scheduler import head_of_keys, locate_keys
-from flashspan.kernels.hopper.shared_memory import clear_nonfinite, store_output
+from flashspan.kernels.hopper.shared_memory import clear_nonfinite, matrix, new_barrier, new_barriers, store_output
 
 NUMBERS = ["s_columns", "H", "K", "G", "T", "S", "padded_T", "lo", "hi", "section"]
 
@@ -44,29 +44,20 @@ def keys_kernel(
     p_s = gl.allocate_shared_memory(gl.float32, [BLOCK_K, BLOCK_Q], EXCHANGE)
     lse_s = gl.allocate_shared_memory(gl.float32, [2, BLOCK_Q], desc_lse.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [2, BLOCK_Q], desc_delta.layout)
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    k_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    v_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    p_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    p_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    do_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    do_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    mbarrier.init(k_full, count=1)
-    mbarrier.init(v_full, count=1)
-    mbarrier.init(p_full, count=1)
-    mbarrier.init(p_empty, count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=2)
-        mbarrier.init(do_full.index(i), count=1)
-        mbarrier.init(do_empty.index(i), count=2)
     config = PassConfig(BLOCK_Q, BLOCK_K, BLOCK_D, TABLE, ACCUMULATE, HAS_EDGES, SPLIT_HEADS, SCORES, GRADIENTS)
     job = (
-        KeyPassTensors(desc_q, desc_do, desc_k, desc_v, desc_dk, desc_dv, desc_lse, desc_delta),
+        BackwardTensors(desc_q, desc_do, desc_k, desc_v, None, desc_dk, desc_dv, desc_lse, desc_delta),
         KeyPassBuffers(q_s, do_s, k_s, v_s, p_s, lse_s, delta_s),
-        KeyPassBarriers(k_full, v_full, q_full, q_empty, do_full, do_empty, p_full, p_empty),
+        KeyPassBarriers(
+            k_full=new_barrier(1),
+            v_full=new_barrier(1),
+            q_full=new_barriers(2, 1),
+            q_empty=new_barriers(2, 2),
+            do_full=new_barriers(2, 1),
+            do_empty=new_barriers(2, 2),
+            p_full=new_barrier(1),
+            p_empty=new_barrier(1),
+        ),
         BackwardSizes(H, K, G, T, S, padded_T, lo, hi, scale, sm_scale, section),
         IntervalMask(first, last, s_columns),
         config,
@@ -77,23 +68,27 @@ def keys_kernel(
 
 
 @gluon.jit
+def _find_work(sizes, mask, config, WARPS: gl.constexpr):
+    """Return this program's sequence, key head and first key, and the blocks of queries that it visits."""
+    return locate_keys(
+        gl.program_id(0), gl.num_programs(0), sizes, mask, config.BLOCK_K, config.BLOCK_Q, config.TABLE, WARPS
+    )
+
+
+@gluon.jit
 def _produce(tensors, buffers, barriers, sizes, mask, config):
     """The producer warp: loads K and V once, each when it is needed, and (Q, -lse) and (dO, -delta) of each tile."""
     BLOCK_Q: gl.constexpr = config.BLOCK_Q
-    BLOCK_K: gl.constexpr = config.BLOCK_K
-    G = sizes.G
     desc_q, desc_do, desc_k, desc_v = tensors.desc_q, tensors.desc_do, tensors.desc_k, tensors.desc_v
     desc_lse, desc_delta = tensors.desc_lse, tensors.desc_delta
     do_full, k_full, q_full, v_full = barriers.do_full, barriers.k_full, barriers.q_full, barriers.v_full
-    i_b, i_k, n0, first, first_full, end_full, end = locate_keys(
-        gl.program_id(0), gl.num_programs(0), sizes, mask, BLOCK_K, BLOCK_Q, config.TABLE, 1
-    )
+    i_b, i_k, n0, first, first_full, end_full, end = _find_work(sizes, mask, config, 1)
     i_shared = head_of_keys(i_k, sizes.K, desc_k, config.SPLIT_HEADS)
     mbarrier.expect(k_full, desc_k.block_type.nbytes)
     tma.async_copy_global_to_shared(desc_k, [i_b, i_shared, n0, 0], k_full, buffers.k_s.index(0))
     n = end - first
-    for i in range(n * G):
-        i_h = i_k * G + i // n
+    for i in range(n * sizes.G):
+        i_h = i_k * sizes.G + i // n
         m0 = nth_block(i % n, first, first_full, end_full, end) * BLOCK_Q
         row = (i_b * sizes.H + i_h) * sizes.padded_T + m0
         stage = i & 1
@@ -114,15 +109,12 @@ def _produce(tensors, buffers, barriers, sizes, mask, config):
 @gluon.jit
 def _start_scores(a_s, b_s, bias_s, stage, config):
     """Start S^T or dP^T of a tile; the accumulator starts at each query's number, -lse or -delta."""
-    BLOCK_Q: gl.constexpr = config.BLOCK_Q
-    BLOCK_K: gl.constexpr = config.BLOCK_K
-    BLOCK_D: gl.constexpr = config.BLOCK_D
-    a = a_s.index(opaque(0)).reshape((BLOCK_K, BLOCK_D))
+    a = matrix(a_s, opaque(0))
     x, _ = gl.broadcast(
         bias_s.index(stage).load(gl.SliceLayout(0, config.SCORES))[None, :],
-        gl.zeros([BLOCK_K, BLOCK_Q], gl.float32, layout=config.SCORES),
+        gl.zeros([config.BLOCK_K, config.BLOCK_Q], gl.float32, layout=config.SCORES),
     )
-    return warpgroup_mma(a, b_s.index(stage).reshape((BLOCK_Q, BLOCK_D)).permute((1, 0)), x, is_async=True)
+    return warpgroup_mma(a, matrix(b_s, stage).permute((1, 0)), x, is_async=True)
 
 
 @gluon.jit
@@ -130,8 +122,6 @@ def _value_step(i, m0, masked, dv, lower, upper, buffers, barriers, sizes, confi
     """Tile i of queries, with first row m0: hand P to the other consumer, and return dV plus the tile's part."""
     BLOCK_Q: gl.constexpr = config.BLOCK_Q
     BLOCK_K: gl.constexpr = config.BLOCK_K
-    BLOCK_D: gl.constexpr = config.BLOCK_D
-    scale = sizes.scale
     k_s = buffers.k_s
     PL: gl.constexpr = gl.DotOperandLayout(0, config.GRADIENTS, 2)
     stage = i & 1
@@ -145,12 +135,12 @@ def _value_step(i, m0, masked, dv, lower, upper, buffers, barriers, sizes, confi
         s = gl.where(seen, s, float("-inf"))
     # Half of the exponentials are computed while the matmul of the other half is under way.
     left, right = s.reshape((BLOCK_K, 2, BLOCK_Q // 2)).permute((0, 2, 1)).split()
-    left = gl.exp2(left * scale)
+    left = gl.exp2(left * sizes.scale)
     pl = gl.convert_layout(left.to(k_s.dtype), PL, assert_trivial=True)
     mbarrier.wait(barriers.do_full.index(stage), phase)
-    do = buffers.do_s.index(stage).reshape((BLOCK_Q, BLOCK_D))
+    do = matrix(buffers.do_s, stage)
     dva = warpgroup_mma(pl, do.slice(0, BLOCK_Q // 2), dv, is_async=True)
-    right = gl.exp2(right * scale)
+    right = gl.exp2(right * sizes.scale)
     pr = gl.convert_layout(right.to(k_s.dtype), PL, assert_trivial=True)
     dva = warpgroup_mma(pr, do.slice(BLOCK_Q // 2, BLOCK_Q // 2), dva, is_async=True)
     mbarrier.wait(barriers.p_empty, (i & 1) ^ 1)
@@ -165,8 +155,6 @@ def _value_step(i, m0, masked, dv, lower, upper, buffers, barriers, sizes, confi
 @gluon.jit
 def _key_step(i, dk, buffers, barriers, config):
     """Tile i of queries: compute dS, and return dK plus the tile's part."""
-    BLOCK_Q: gl.constexpr = config.BLOCK_Q
-    BLOCK_D: gl.constexpr = config.BLOCK_D
     PL: gl.constexpr = gl.DotOperandLayout(0, config.GRADIENTS, 2)
     stage = i & 1
     phase = (i >> 1) & 1
@@ -177,7 +165,7 @@ def _key_step(i, dk, buffers, barriers, config):
     p = buffers.p_s.load(config.SCORES)
     ds = gl.convert_layout((p * dp).to(buffers.k_s.dtype), PL, assert_trivial=True)
     mbarrier.wait(barriers.q_full.index(stage), phase)
-    dka = warpgroup_mma(ds, buffers.q_s.index(stage).reshape((BLOCK_Q, BLOCK_D)), dk, is_async=True)
+    dka = warpgroup_mma(ds, matrix(buffers.q_s, stage), dk, is_async=True)
     mbarrier.arrive(barriers.p_empty, count=1)
     dk, ds = warpgroup_mma_wait(0, deps=(dka, ds))
     mbarrier.arrive(barriers.q_empty.index(stage), count=1)
@@ -189,45 +177,35 @@ def _consume_dv(tensors, buffers, barriers, sizes, mask, config):
     """The consumer that owns dV."""
     BLOCK_Q: gl.constexpr = config.BLOCK_Q
     BLOCK_K: gl.constexpr = config.BLOCK_K
-    BLOCK_D: gl.constexpr = config.BLOCK_D
-    k_s = buffers.k_s
-    i_b, i_k, n0, first, first_full, end_full, end = locate_keys(
-        gl.program_id(0), gl.num_programs(0), sizes, mask, BLOCK_K, BLOCK_Q, config.TABLE, 4
-    )
+    i_b, i_k, n0, first, first_full, end_full, end = _find_work(sizes, mask, config, 4)
     n = end - first
     num_edges = n - (end_full - first_full)
     o_n = n0 + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(1, config.SCORES))
     lower, upper = intervals_of(o_n, sizes.S, sizes.T, -sizes.hi, -sizes.lo, mask, i_b, config.TABLE)
-    dv = gl.zeros([BLOCK_K, BLOCK_D], gl.float32, layout=config.GRADIENTS)
+    dv = gl.zeros([BLOCK_K, config.BLOCK_D], gl.float32, layout=config.GRADIENTS)
     mbarrier.wait(barriers.k_full, 0)
     if config.HAS_EDGES:
-        clear_nonfinite(k_s.index(0).reshape((BLOCK_K, BLOCK_D)), BLOCK_K, BLOCK_D)
+        clear_nonfinite(matrix(buffers.k_s, 0))
     for g in range(sizes.G):
         for j in range(n):
             m0 = nth_block(j, first, first_full, end_full, end) * BLOCK_Q
             dv = _value_step(g * n + j, m0, j < num_edges, dv, lower, upper, buffers, barriers, sizes, config)
     # dV is written from K's buffer: only this consumer reads K, and only the other one reads V.
-    store_output(tensors.desc_dv, i_b, i_k, n0, dv, k_s.index(0), config.ACCUMULATE)
+    store_output(tensors.desc_dv, i_b, i_k, n0, dv, buffers.k_s.index(0), config.ACCUMULATE)
     tma.store_wait(0)
 
 
 @gluon.jit
 def _consume_dk(tensors, buffers, barriers, sizes, mask, config):
     """The consumer that owns dK."""
-    BLOCK_Q: gl.constexpr = config.BLOCK_Q
-    BLOCK_K: gl.constexpr = config.BLOCK_K
-    BLOCK_D: gl.constexpr = config.BLOCK_D
-    v_s = buffers.v_s
-    i_b, i_k, n0, first, first_full, end_full, end = locate_keys(
-        gl.program_id(0), gl.num_programs(0), sizes, mask, BLOCK_K, BLOCK_Q, config.TABLE, 4
-    )
-    dk = gl.zeros([BLOCK_K, BLOCK_D], gl.float32, layout=config.GRADIENTS)
+    i_b, i_k, n0, first, first_full, end_full, end = _find_work(sizes, mask, config, 4)
+    dk = gl.zeros([config.BLOCK_K, config.BLOCK_D], gl.float32, layout=config.GRADIENTS)
     mbarrier.wait(barriers.v_full, 0)
     if config.HAS_EDGES:
-        clear_nonfinite(v_s.index(0).reshape((BLOCK_K, BLOCK_D)), BLOCK_K, BLOCK_D)
+        clear_nonfinite(matrix(buffers.v_s, 0))
     n = end - first
     for g in range(sizes.G):
         for j in range(n):
             dk = _key_step(g * n + j, dk, buffers, barriers, config)
-    store_output(tensors.desc_dk, i_b, i_k, n0, dk * sizes.sm_scale, v_s.index(0), config.ACCUMULATE)
+    store_output(tensors.desc_dk, i_b, i_k, n0, dk * sizes.sm_scale, buffers.v_s.index(0), config.ACCUMULATE)
     tma.store_wait(0)

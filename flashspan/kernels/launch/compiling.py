@@ -39,7 +39,7 @@ def compile_together(launches: Sequence[Launch]) -> list[Any]:
     for launch in missing:
         wait(PENDING.pop(id(launch.kernel), ()))
     if len(missing) > 1:
-        wait([start(launch, launch.device_index) for launch in missing])
+        wait([start(launch, launch.first.device.index) for launch in missing])
     return [launch.compiled() for launch in launches]
 
 

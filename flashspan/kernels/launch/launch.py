@@ -65,10 +65,11 @@ class Launch:
 
     def key(self) -> tuple[Any, ...]:
         """The cache key: equal for launches that need the same compiled kernel on the same device."""
-        places = CACHE.get(("places", id(self.kernel)))
+        constants = tuple(self.constants.values())  # they determine which arguments are None
+        places = CACHE.get(("places", id(self.kernel), constants))
         if places is None:
             places = _Places.of(self)
-            CACHE.keep(("places", id(self.kernel)), places)
+            CACHE.keep(("places", id(self.kernel), constants), places)
         return places.key(self)
 
     def start(self, compiled: Any) -> None:
@@ -81,11 +82,6 @@ class Launch:
 
     def _is_compiled(self) -> bool:
         return self.first.is_cuda and triton_abi.is_kernel(self.kernel)
-
-    @property
-    def device_index(self) -> int | None:
-        """The index of the GPU on which the launch runs."""
-        return self.first.device.index
 
     @property
     def first(self) -> Tensor:

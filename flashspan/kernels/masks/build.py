@@ -6,6 +6,7 @@ Each function checks its arguments; `Blocks` (blocks.py) has methods of the same
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -152,25 +153,23 @@ def scan(shape: Shape, block: tuple[int, int], chunk: Chunk, device: torch.devic
     down = max(1, min(num_q, packed.CHUNK // (block_q * block_k * across)))
     kinds = torch.zeros(num_batch, num_heads, num_q, num_k, dtype=torch.uint8, device=device)
     words, places = [], []
-    for b in range(num_batch):
-        for h in range(num_heads):
-            for top in range(0, num_q, down):
-                for left in range(0, num_k, across):
-                    rows = slice(top * block_q, min((top + down) * block_q, num_queries))
-                    columns = slice(left * block_k, min((left + across) * block_k, num_keys))
-                    seen = chunk(b, h, rows, columns)
-                    bottom, right = min(top + down, num_q), min(left + across, num_k)
-                    short = ((right - left) * block_k - seen.shape[1], (bottom - top) * block_q - seen.shape[0])
-                    if any(short):
-                        seen = torch.nn.functional.pad(seen, (0, short[0], 0, short[1]))
-                    if not seen.is_contiguous() or seen.storage_offset() % 8:  # classify reads eight pairs at a time
-                        seen = seen.clone(memory_format=torch.contiguous_format)
-                    seen = seen.view(bottom - top, block_q, right - left, block_k).transpose(1, 2)
-                    found, partial_words = classify(seen)
-                    kinds[b, h, top:bottom, left:right] = found
-                    at = (found == PARTIAL).nonzero()
-                    places.append(((b * num_heads + h) * num_q + top + at[:, 0]) * num_k + left + at[:, 1])
-                    words.append(partial_words)
+    firsts = (range(num_batch), range(num_heads), range(0, num_q, down), range(0, num_k, across))
+    for b, h, top, left in itertools.product(*firsts):
+        bottom, right = min(top + down, num_q), min(left + across, num_k)
+        rows = slice(top * block_q, min(bottom * block_q, num_queries))
+        columns = slice(left * block_k, min(right * block_k, num_keys))
+        seen = chunk(b, h, rows, columns)
+        short = ((right - left) * block_k - seen.shape[1], (bottom - top) * block_q - seen.shape[0])
+        if any(short):
+            seen = torch.nn.functional.pad(seen, (0, short[0], 0, short[1]))
+        if not seen.is_contiguous() or seen.storage_offset() % 8:  # classify reads eight pairs at a time
+            seen = seen.clone(memory_format=torch.contiguous_format)
+        seen = seen.view(bottom - top, block_q, right - left, block_k).transpose(1, 2)
+        found, partial_words = classify(seen)
+        kinds[b, h, top:bottom, left:right] = found
+        at = (found == PARTIAL).nonzero()
+        places.append(((b * num_heads + h) * num_q + top + at[:, 0]) * num_k + left + at[:, 1])
+        words.append(partial_words)
     return BlockMap.from_words(num_queries, num_keys, block, kinds, words, places)
 
 

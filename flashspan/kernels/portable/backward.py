@@ -4,6 +4,8 @@ Each pass recomputes the probabilities it needs from lse (FlashAttention-2, Algo
 sums dk and dv over the queries that see it, a program per block of queries sums dq over the keys it sees. No two
 programs write one tile, so there are no atomics, and gradients are bitwise reproducible. If dk and dv together do not
 fit into registers (heads of 256), each has its own pass: five matmuls without spills are faster than four with them.
+
+The same kernels serve block maps: see loops.py.
 """
 
 from __future__ import annotations
@@ -18,19 +20,24 @@ from flashspan.kernels.launch.launch import Launch, on
 from flashspan.kernels.masks import Blocks
 from flashspan.kernels.portable.arguments import LOG2E, common_constants, dropout_arguments, strides, with_near_rows
 from flashspan.kernels.portable.common import (
+    block_bits,
     block_interval,
     edge_tile,
+    first_block,
+    full_tile,
     interval,
     key_block,
+    load_span,
     load_tile,
+    next_line,
+    partial_tile,
     query_block,
     store_tile,
     unknown_zero,
 )
 from flashspan.kernels.portable.gradient_parts import add_gradients_launch, count_parts, empty_parts
 from flashspan.kernels.portable.loops import key_loop, query_loop
-from flashspan.kernels.portable.sparse import sparse_keys_kernel, sparse_queries_kernel
-from flashspan.kernels.portable.steps import column_words, keys_step, load_lse, queries_step, row_words
+from flashspan.kernels.portable.steps import dropout_words, keys_step, load_lse, queries_step
 from flashspan.kernels.portable.tiles import Tile, key_passes, multiprocessors, tile
 
 
@@ -44,97 +51,153 @@ def next_tile(i_tile, i_g, num_tiles, GROUP: tl.constexpr):
     return i_tile, i_g
 
 
-@triton.jit(do_not_specialize=["T", "S", "lo", "hi", "stream", "batch_stride", "threshold"])
+FREE = ["T", "S", "lo", "hi", "s_mb", "s_mh", "num_lines", "num_long", "stream", "batch_stride", "threshold"]
+
+
+@triton.jit(do_not_specialize=FREE)
 def keys_kernel(
-    dout, q, k, v, lse, delta, dk, dv, start, end, first, last, seed, qpos, kpos,
+    dout, q, k, v, lse, delta, dk, dv, start, end, first, last, spans, index, tiles, order, bits, seed, qpos, kpos,
     s_db, s_dh, s_dt, s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_dkb, s_dkh, s_dks, s_dvb, s_dvh, s_dvs,
-    s_rows, s_columns, lo, hi, H, K, T, S, scale, sm_scale, threshold, gain, stream, batch_stride,
+    s_rows, s_columns, lo, hi, s_mb, s_mh, num_lines, num_long, B, H, K, T, S, scale, sm_scale, threshold, gain, stream,
+    batch_stride,
     D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, TABLE: tl.constexpr, CONVEX: tl.constexpr, GROUP: tl.constexpr,
-    PARTS: tl.constexpr, ADD: tl.constexpr, ES: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, TABLE: tl.constexpr, CONVEX: tl.constexpr, LINE: tl.constexpr,
+    OTHER: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr, ES: tl.constexpr,
+    DROPOUT: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk, dv or both for one block of keys, in one loop over the tiles of all query heads that share it.
+    """Compute dk, dv or both for one block of keys, summed over all query heads that share it.
 
     K is the number of heads of dk and dv; PARTS consecutive heads share one head of k and v (gradient_parts.py).
 
     If dk and dv are both 128 columns wide, no register is free, so the epilogue recomputes the values that it needs.
     """
-    i_b, i_k, n0 = key_block(tl.program_id(0), K, S, BN)
+    if LINE:
+        i_b, i_k, i_line, i_part, _ = next_line(
+            tl.program_id(0), order, num_lines, num_long, B * K, s_mb, s_mh, K, GROUP, LINE // BN
+        )
+        n0 = i_line * LINE + i_part * BN
+    else:
+        i_b, i_k, n0 = key_block(tl.program_id(0), K, S, BN)
     k += i_b * s_kb + (i_k // PARTS).to(tl.int64) * s_kh
     v += i_b * s_vb + (i_k // PARTS).to(tl.int64) * s_vh
-    p_start, p_end = start + i_b * s_rows, end + i_b * s_rows
-    p_first, p_last = first + i_b * s_columns, last + i_b * s_columns
 
     o_n = tl.arange(0, BN)
     o_k = n0 + o_n
-    # The transpose of lo <= j - i <= hi is -hi <= i - j <= -lo.
-    _, _, edge, num_before, full, full_end, num_after = block_interval(
-        o_k, S, T, -hi, -lo, p_first, p_last, TABLE, CONVEX, BM, BE
-    )
+    if LINE:
+        p_start, p_end = spans, spans  # not read
+    else:
+        p_start, p_end = start + i_b * s_rows, end + i_b * s_rows
+        p_first, p_last = first + i_b * s_columns, last + i_b * s_columns
+        # The transpose of lo <= j - i <= hi is -hi <= i - j <= -lo.
+        _, _, edge, num_before, full, full_end, num_after = block_interval(
+            o_k, S, T, -hi, -lo, p_first, p_last, TABLE, CONVEX, BM, BE
+        )
     # [BN, BD]
-    b_k = load_tile(k, n0, o_n, s_ks, S, D, BD, True) if BC == BD else 0.0
-    b_v = load_tile(v, n0, o_n, s_vs, S, D, BD, True) if DK and BC == BD else 0.0
+    b_k = load_tile(k, n0, o_n, s_ks, S, D, BD, True, LINE > 0) if BC == BD else 0.0
+    b_v = load_tile(v, n0, o_n, s_vs, S, D, BD, True, LINE > 0) if DK and BC == BD else 0.0
     b_dk = tl.zeros([BN, BD], tl.float32)
     b_dv = tl.zeros([BN, BD], tl.float32)
 
-    i_g, i_tile = 0, 0
-    num_full = (full_end - full) // BM
-    for _ in range(GROUP * num_full):
-        m0 = full + i_tile * BM
-        i_h = (i_k * GROUP + i_g).to(tl.int64)
-        row = (i_b * H + i_h) * T
-        b_column, row_word = column_words(seed, stream + i_b * batch_stride + i_h, o_k, kpos, S, DROPOUT, POSITIONS)
-        b_dk, b_dv = keys_step(
-            b_dk, b_dv, b_k, b_v, k, v, n0, o_n, s_ks, s_vs, S, q + i_b * s_qb + i_h * s_qh,
-            dout + i_b * s_db + i_h * s_dh, lse + row, delta + row, m0, tl.arange(0, BM), s_qt, s_dt, T, scale, 0, 0,
-            p_start, p_end, b_column, row_word, qpos, threshold, gain, D, BD, BC, DK, DV, False, CONVEX, False, DROPOUT,
-            POSITIONS, PRECISION,
-        )  # fmt: skip
-        i_tile, i_g = next_tile(i_tile, i_g, num_full, GROUP)
-    i_g, i_tile = 0, 0
-    for _ in tl.range(0, GROUP * (num_before + num_after), num_stages=ES):
-        m0 = edge_tile(i_tile, edge, num_before, full_end, BE)
-        i_h = (i_k * GROUP + i_g).to(tl.int64)
-        row = (i_b * H + i_h) * T
-        b_first, b_last = interval(o_k + unknown_zero(m0), S, T, -hi, -lo, p_first, p_last, TABLE)
-        b_column, row_word = column_words(seed, stream + i_b * batch_stride + i_h, o_k, kpos, S, DROPOUT, POSITIONS)
-        b_dk, b_dv = keys_step(
-            b_dk, b_dv, b_k, b_v, k, v, n0, o_n, s_ks, s_vs, S, q + i_b * s_qb + i_h * s_qh,
-            dout + i_b * s_db + i_h * s_dh, lse + row, delta + row, m0, tl.arange(0, BE), s_qt, s_dt, T, scale, b_first,
-            b_last, p_start, p_end, b_column, row_word, qpos, threshold, gain, D, BD, BC, DK, DV, True, CONVEX, False,
-            DROPOUT, POSITIONS, PRECISION,
-        )  # fmt: skip
-        i_tile, i_g = next_tile(i_tile, i_g, num_before + num_after, GROUP)
+    stream += i_b * batch_stride
+    given = (b_k, b_v, k, v, n0, o_n, s_ks, s_vs, S, s_qt, s_dt, T, scale, p_start, p_end, qpos, threshold, gain)
+    if LINE:
+        for i_g in range(GROUP):
+            i_h = (i_k.to(tl.int32) * GROUP + i_g).to(tl.int64)
+            p_q = q + i_b * s_qb + i_h * s_qh
+            p_do = dout + i_b * s_db + i_h * s_dh
+            p_lse = lse + (i_b * H + i_h) * T
+            p_delta = delta + (i_b * H + i_h) * T
+            begin, middle, stop = load_span(spans, (i_b * s_mb + i_h * s_mh) * num_lines + i_line)
+            b_column, row_word = dropout_words(seed, stream + i_h, o_k, kpos, S, True, DROPOUT, POSITIONS)
+            num_full = (middle - begin) * (OTHER // BM)
+            block = first_block(index, begin, middle)
+            for i in range(num_full):
+                m0, block = full_tile(i, block, index + begin, num_full, OTHER, BM)
+                b_dk, b_dv = keys_step(
+                    b_dk, b_dv, p_q, p_do, p_lse, p_delta, m0, tl.arange(0, BM), 0, 0, b_column, row_word, *given,
+                    False, D, BD, BC, DK, DV, CONVEX, True, DROPOUT, POSITIONS, PRECISION,
+                )  # fmt: skip
+            for i in tl.range(0, (stop - middle) * (OTHER // BE), num_stages=ES):
+                m0, column, place = partial_tile(i, middle, index, OTHER, BE)
+                o_word = (i_part * BN + o_n + unknown_zero(m0)) * (OTHER // 32)
+                p_words = block_bits(bits, tiles, place, LINE, OTHER) + o_word
+                b_dk, b_dv = keys_step(
+                    b_dk, b_dv, p_q, p_do, p_lse, p_delta, m0, tl.arange(0, BE), p_words, column, b_column, row_word,
+                    *given, True, D, BD, BC, DK, DV, CONVEX, True, DROPOUT, POSITIONS, PRECISION,
+                )  # fmt: skip
+    else:  # one loop over the tiles of all heads
+        i_g, i_tile = 0, 0
+        num_full = (full_end - full) // BM
+        for _ in range(GROUP * num_full):
+            m0 = full + i_tile * BM
+            i_h = (i_k * GROUP + i_g).to(tl.int64)
+            row = (i_b * H + i_h) * T
+            b_column, row_word = dropout_words(seed, stream + i_h, o_k, kpos, S, True, DROPOUT, POSITIONS)
+            b_dk, b_dv = keys_step(
+                b_dk, b_dv, q + i_b * s_qb + i_h * s_qh, dout + i_b * s_db + i_h * s_dh, lse + row, delta + row, m0,
+                tl.arange(0, BM), 0, 0, b_column, row_word, *given, False, D, BD, BC, DK, DV, CONVEX, False, DROPOUT,
+                POSITIONS, PRECISION,
+            )  # fmt: skip
+            i_tile, i_g = next_tile(i_tile, i_g, num_full, GROUP)
+        i_g, i_tile = 0, 0
+        for _ in tl.range(0, GROUP * (num_before + num_after), num_stages=ES):
+            m0 = edge_tile(i_tile, edge, num_before, full_end, BE)
+            i_h = (i_k * GROUP + i_g).to(tl.int64)
+            row = (i_b * H + i_h) * T
+            b_first, b_last = interval(o_k + unknown_zero(m0), S, T, -hi, -lo, p_first, p_last, TABLE)
+            b_column, row_word = dropout_words(seed, stream + i_h, o_k, kpos, S, True, DROPOUT, POSITIONS)
+            b_dk, b_dv = keys_step(
+                b_dk, b_dv, q + i_b * s_qb + i_h * s_qh, dout + i_b * s_db + i_h * s_dh, lse + row, delta + row, m0,
+                tl.arange(0, BE), b_first, b_last, b_column, row_word, *given, True, D, BD, BC, DK, DV, CONVEX, False,
+                DROPOUT, POSITIONS, PRECISION,
+            )  # fmt: skip
+            i_tile, i_g = next_tile(i_tile, i_g, num_before + num_after, GROUP)
 
-    i_b, i_k, n0 = key_block(tl.program_id(0) + unknown_zero(full_end), K, S, BN)
+    if LINE:
+        i_b, i_k, i_line, i_part, _ = next_line(
+            tl.program_id(0) + unknown_zero(n0), order, num_lines, num_long, B * K, s_mb, s_mh, K, GROUP, LINE // BN
+        )
+        n0 = i_line * LINE + i_part * BN
+    else:
+        i_b, i_k, n0 = key_block(tl.program_id(0) + unknown_zero(full_end), K, S, BN)
     if DK:
         store_tile(dk + i_b * s_dkb + i_k.to(tl.int64) * s_dkh, n0, o_n, s_dks, S, b_dk * sm_scale, D, BD, ADD)
     if DV:
         store_tile(dv + i_b * s_dvb + i_k.to(tl.int64) * s_dvh, n0, o_n, s_dvs, S, b_dv, D, BD, ADD)
 
 
-@triton.jit(do_not_specialize=["T", "S", "lo", "hi", "stream", "batch_stride", "threshold"])
+@triton.jit(do_not_specialize=FREE)
 def queries_kernel(
-    dout, q, k, v, lse, delta, dq, start, end, seed, qpos, kpos,
+    dout, q, k, v, lse, delta, dq, start, end, spans, index, tiles, order, bits, seed, qpos, kpos,
     s_db, s_dh, s_dt, s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_dqb, s_dqh, s_dqt,
-    s_rows, lo, hi, H, K, T, S, scale, sm_scale, threshold, gain, stream, batch_stride,
+    s_rows, lo, hi, s_mb, s_mh, num_lines, num_long, B, H, K, T, S, scale, sm_scale, threshold, gain, stream,
+    batch_stride,
     D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
-    TABLE: tl.constexpr, ADD: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
+    EC: tl.constexpr, TABLE: tl.constexpr, LINE: tl.constexpr, OTHER: tl.constexpr, ADD: tl.constexpr,
+    DROPOUT: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq of one block of queries."""
-    i_b, i_h, m0 = query_block(tl.program_id(0), H, T, BM)
+    """Compute dq of one block of queries. EC: BC in edge tiles."""
+    if LINE:
+        i_b, i_h, i_line, i_part, line0 = next_line(
+            tl.program_id(0), order, num_lines, num_long, B * H, s_mb, s_mh, H, 1, LINE // BM
+        )
+        m0 = i_line * LINE + i_part * BM
+    else:
+        i_b, i_h, m0 = query_block(tl.program_id(0), H, T, BM)
     i_k = i_h // (H // K)
     k += i_b * s_kb + i_k * s_kh
     v += i_b * s_vb + i_k * s_vh
-    p_start, p_end = start + i_b * s_rows, end + i_b * s_rows
     row = (i_b * H + i_h) * T
 
     o_r = tl.arange(0, BM)
     o_m = m0 + o_r
-    b_start, b_end, edge, num_before, full, full_end, num_after = block_interval(
-        o_m, T, S, lo, hi, p_start, p_end, TABLE, True, BN, BE
-    )
+    if LINE:
+        begin, middle, stop = load_span(spans, line0 + i_line)
+        o_word = (i_part * BM + o_r) * (OTHER // 32)
+    else:
+        b_start, b_end, edge, num_before, full, full_end, num_after = block_interval(
+            o_m, T, S, lo, hi, start + i_b * s_rows, end + i_b * s_rows, TABLE, True, BN, BE
+        )
     # [BM, BD]
     p_q, p_do = q + i_b * s_qb + i_h * s_qh, dout + i_b * s_db + i_h * s_dh
     b_q = load_tile(p_q, m0, o_r, s_qt, T, D, BD, True) if BC == BD else 0.0
@@ -142,22 +205,49 @@ def queries_kernel(
     b_lse = load_lse(lse + row, o_m, T, True)
     b_delta = tl.load(delta + row + o_m, mask=o_m < T, other=0.0)
     b_dq = tl.zeros([BM, BD], tl.float32)
-    b_row, column_word = row_words(seed, stream + i_b * batch_stride + i_h, o_m, qpos, T, DROPOUT, POSITIONS)
+    b_row, column_word = dropout_words(seed, stream + i_b * batch_stride + i_h, o_m, qpos, T, False, DROPOUT, POSITIONS)
 
-    for n0 in range(full, full_end, BN):
+    rows = (b_q, b_do, b_lse, b_delta, p_q, p_do, m0, o_r, s_qt, s_dt, T)
+    keys = (k, v, s_ks, s_vs, S, scale, b_row, column_word, kpos, threshold, gain)
+    if LINE:
+        first, past = 0, (middle - begin) * (OTHER // BN)
+        block = first_block(index, begin, middle)
+    else:
+        first, past = full, full_end
+    for i in range(first, past, 1 if LINE else BN):
+        if LINE:
+            n0, block = full_tile(i, block, index + begin, past, OTHER, BN)
+        else:
+            n0 = i
         b_dq = queries_step(
-            b_dq, b_q, b_do, b_lse, b_delta, p_q, p_do, m0, o_r, s_qt, s_dt, T, k, v, n0, tl.arange(0, BN), s_ks, s_vs,
-            S, scale, b_start, b_end, b_row, column_word, kpos, threshold, gain, D, BD, BC, False, False, DROPOUT,
-            POSITIONS, PRECISION,
-        )  # fmt: skip
-    for i_tile in tl.range(0, num_before + num_after, num_stages=1):
-        n0 = edge_tile(i_tile, edge, num_before, full_end, BE)
+            b_dq, n0, tl.arange(0, BN), 0, 0, *rows, *keys, D, BD, BC, False, LINE > 0, DROPOUT, POSITIONS, PRECISION
+        )
+    num_edges = (stop - middle) * (OTHER // BE) if LINE else num_before + num_after
+    for i in tl.range(0, num_edges, num_stages=1):
+        if LINE:
+            n0, b_end, place = partial_tile(i, middle, index, OTHER, BE)
+            b_start = block_bits(bits, tiles, place, LINE, OTHER) + o_word
+        else:
+            n0 = edge_tile(i, edge, num_before, full_end, BE)
         b_dq = queries_step(
-            b_dq, b_q, b_do, b_lse, b_delta, p_q, p_do, m0, o_r, s_qt, s_dt, T, k, v, n0, tl.arange(0, BE), s_ks, s_vs,
-            S, scale, b_start, b_end, b_row, column_word, kpos, threshold, gain, D, BD, BC, True, False, DROPOUT,
-            POSITIONS, PRECISION,
-        )  # fmt: skip
-    i_b, i_h, m0 = query_block(tl.program_id(0) + unknown_zero(full_end), H, T, BM)
+            b_dq,
+            n0,
+            tl.arange(0, BE),
+            b_start,
+            b_end,
+            *rows,
+            *keys,
+            D,
+            BD,
+            EC,
+            True,
+            LINE > 0,
+            DROPOUT,
+            POSITIONS,
+            PRECISION,
+        )
+    if not LINE:
+        i_b, i_h, m0 = query_block(tl.program_id(0) + unknown_zero(full_end), H, T, BM)
     store_tile(dq + i_b * s_dqb + i_h * s_dqh, m0, o_r, s_dqt, T, b_dq * sm_scale, D, BD, ADD)
 
 
@@ -200,25 +290,21 @@ def backward_launches(
     to_dk, to_dv = (empty_parts(k, parts) if parts > 1 else x for x in (dk, dv))
     for names, size in passes.items():
         loop = query_loop(mask, q, k, size)
-        kernel = sparse_keys_kernel if blocks else keys_kernel
         tensors = (*inputs, to_dk, to_dv, *loop.tables, seed, qpos, kpos)
         arguments = (*tensors, *strides(*inputs[:4], to_dk, to_dv), *loop.numbers, H, K * parts, *rest)
         key_constants = {"DK": "dk" in names, "DV": "dv" in names, "GROUP": H // (K * parts), "ES": size.edge_stages}
-        key_constants |= constants | loop.constants | loop.size.constants(D) | {"ADD": accumulate and parts == 1}
-        if not blocks:
-            key_constants["PARTS"] = parts
-        launches[names] = Launch(kernel, (loop.num_blocks * B * K * parts,), arguments, key_constants)
+        key_constants |= constants | loop.constants | loop.size.constants(D)
+        key_constants |= {"ADD": accumulate and parts == 1, "PARTS": parts}
+        launches[names] = Launch(keys_kernel, (loop.num_blocks * B * K * parts,), arguments, key_constants)
     if parts > 1:
         launches["sum of parts"] = add_gradients_launch((dq, to_dk, to_dv), grads, accumulate)
     if q.numel():
         loop = key_loop(mask, q, k, tile("dq", q, bits=blocks))
-        kernel = sparse_queries_kernel if blocks else queries_kernel
         tensors = (*inputs, dq, *loop.tables, seed, qpos, kpos)
         arguments = (*tensors, *strides(*inputs[:4], dq), *loop.numbers, H, K, *rest)
         constants |= loop.constants | loop.size.constants(D)
-        if blocks:
-            constants["EC"] = min(loop.size.edge_slice, constants["BC"])
-        launches["dq"] = Launch(kernel, (loop.num_blocks * B * H,), arguments, constants)
+        constants["EC"] = min(loop.size.edge_slice, constants["BC"])
+        launches["dq"] = Launch(queries_kernel, (loop.num_blocks * B * H,), arguments, constants)
     return launches
 
 

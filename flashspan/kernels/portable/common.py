@@ -92,20 +92,24 @@ def edge_tile(i_tile, edge, num_before, full_end, EDGE: tl.constexpr):
 
 
 @triton.jit
-def bit_tile(p_rows, column, WIDTH: tl.constexpr):
-    """bool [rows, WIDTH] from packed bits: the words of each row are at p_rows, and the tile's first column is
-    `column`.
+def visible(o, b_start, b_end, BITS: tl.constexpr):
+    """bool [rows, len(o)]: whether each row sees columns o, those from its b_start to its b_end.
 
+    BITS: instead, b_start are pointers to the packed bits of each row, and b_end is the tile's first column in them.
     Each word is loaded once, not once for each of its columns.
     """
-    tl.static_assert(WIDTH <= 64)
-    o = tl.arange(0, WIDTH)
-    p_word = p_rows + column // 32
-    if WIDTH <= 32:
-        b_word = tl.load(p_word)[:, None]
+    if BITS:
+        tl.static_assert(o.shape[0] <= 64)
+        o_bit = tl.arange(0, o.shape[0])
+        p_word = b_start + b_end // 32
+        if o.shape[0] <= 32:
+            b_word = tl.load(p_word)[:, None]
+        else:
+            b_word = tl.where((o_bit < 32)[None, :], tl.load(p_word)[:, None], tl.load(p_word + 1)[:, None])
+        m_s = ((b_word >> ((b_end + o_bit) % 32)[None, :]) & 1) != 0
     else:
-        b_word = tl.where((o < 32)[None, :], tl.load(p_word)[:, None], tl.load(p_word + 1)[:, None])
-    return ((b_word >> ((column + o) % 32)[None, :]) & 1) != 0
+        m_s = (o[None, :] >= b_start[:, None]) & (o[None, :] < b_end[:, None])
+    return m_s
 
 
 @triton.jit
@@ -230,15 +234,6 @@ def mix(x):
     x = x ^ (x >> 15)
     x = x * 0x846CA68B
     return x ^ (x >> 16)
-
-
-@triton.jit
-def dropout_stream(p_seed, stream):
-    """The two start words for the hashes of a stream (a batch and a head): one for rows, one for columns."""
-    seed = tl.load(p_seed)
-    low = (seed & 0xFFFFFFFF).to(tl.uint32)
-    high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    return mix(low ^ mix(stream.to(tl.uint32))), mix(high)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from flashspan.kernels.launch.launch import Launch, on
 from flashspan.kernels.launch.replay import replay
 from flashspan.kernels.masks.mask import Packed
 from flashspan.kernels.portable.arguments import fits_offsets, strides, with_near_rows
-from flashspan.kernels.portable.common import load_tile
+from flashspan.kernels.portable.common import load_tile, query_block
 from flashspan.kernels.portable.tiles import block_dim
 
 
@@ -21,15 +21,12 @@ from flashspan.kernels.portable.tiles import block_dim
 def delta_kernel(
     dout, out, delta, s_db, s_dh, s_dt, s_ob, s_oh, s_ot, H, T, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr
 ):
-    num_m = tl.cdiv(T, BM)
-    m0 = (tl.program_id(0) % num_m) * BM
-    i_bh = tl.program_id(0) // num_m
-    i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
+    i_b, i_h, m0 = query_block(tl.program_id(0), H, T, BM, LAST_FIRST=False)
     o_r = tl.arange(0, BM)
     # [BM, BD]
     b_do = load_tile(dout + i_b * s_db + i_h * s_dh, m0, o_r, s_dt, T, D, BD, True).to(tl.float32)
     b_o = load_tile(out + i_b * s_ob + i_h * s_oh, m0, o_r, s_ot, T, D, BD, True).to(tl.float32)
-    tl.store(delta + i_bh.to(tl.int64) * T + m0 + o_r, tl.sum(b_do * b_o, 1), mask=m0 + o_r < T)
+    tl.store(delta + (i_b * H + i_h) * T + m0 + o_r, tl.sum(b_do * b_o, 1), mask=m0 + o_r < T)
 
 
 def row_delta(dout: Tensor, out: Tensor) -> Tensor:

@@ -5,28 +5,21 @@ it reads each key once, and computes and writes dk and dv of a tile of keys at o
 them. dq is summed over the tiles in registers, and over the parts by `add_gradients_kernel` (gradient_parts.py), in a
 fixed order. Gradients are bitwise reproducible.
 
-few_tiles.py chooses this kernel, and the number of parts. Heads up to 128 use others, which were faster: for them,
-Triton 3.6 does not compile this kernel.
+few_tiles.py chooses and launches this kernel, and chooses the number of parts. Heads up to 128 use others, which were
+faster: for them, Triton 3.6 does not compile this kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from flashspan.kernels.launch.launch import Launch
-from flashspan.kernels.masks import Mask
-from flashspan.kernels.portable.arguments import LOG2E, mask_arguments, strides
 from flashspan.kernels.portable.common import edge_tile, finite, interval, load_tile, store_tile
-from flashspan.kernels.portable.tiles import Tile, block_dim
 
 
 @triton.jit
 def keys_of_rows_step(
-    b_dq, b_q, b_do, b_lse, b_delta, k, v, dk, dv, n0, o_n, s_ks, s_vs, s_dks, s_dvs, S, scale, sm_scale, b_start,
+    b_dq, n0, b_q, b_do, b_lse, b_delta, k, v, dk, dv, o_n, s_ks, s_vs, s_dks, s_dvs, S, scale, sm_scale, b_start,
     b_end, D: tl.constexpr, BD: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Write dk and dv of a tile of keys, and add the tile to dq. Scores are transposed, [keys, rows]."""
@@ -92,37 +85,11 @@ def few_rows_kernel(
         full_end = full
     num_before, num_after = (full - first) // BN, tl.cdiv(tl.maximum(last - full_end, 0), BN)
     b_dq = tl.zeros([BM, BD], tl.float32)
+    given = (b_q, b_do, b_lse, b_delta, k, v, dk, dv, o_n, s_ks, s_vs, s_dks, s_dvs, S, scale, sm_scale, b_start, b_end)
     for n0 in range(full, full_end, BN):
-        b_dq = keys_of_rows_step(
-            b_dq, b_q, b_do, b_lse, b_delta, k, v, dk, dv, n0, o_n, s_ks, s_vs, s_dks, s_dvs, S, scale, sm_scale,
-            b_start, b_end, D, BD, False,
-        )  # fmt: skip
+        b_dq = keys_of_rows_step(b_dq, n0, *given, D, BD, False)
     for i_tile in range(num_before + num_after):
         n0 = edge_tile(i_tile, first, num_before, full_end, BN)
-        b_dq = keys_of_rows_step(
-            b_dq, b_q, b_do, b_lse, b_delta, k, v, dk, dv, n0, o_n, s_ks, s_vs, s_dks, s_dvs, S, scale, sm_scale,
-            b_start, b_end, D, BD, True,
-        )  # fmt: skip
+        b_dq = keys_of_rows_step(b_dq, n0, *given, D, BD, True)
     p_dq = dq + (i_b * s_dqb + (o_h * num_parts + i_part) * s_dqh + o_row * s_dqt)[:, None] + o_d[None, :]
     tl.store(p_dq, (b_dq * sm_scale).to(dq.dtype.element_ty), mask=m_tile)
-
-
-def few_rows_launch(inputs: Sequence[Tensor], grads: Sequence[Tensor], mask: Mask, scale: float, size: Tile) -> Launch:
-    """The launch that computes dq, or its parts [B, H * parts, T, D], dk and dv from dout, q, k, v, lse and out."""
-    dout, q, k, v, lse, out = inputs
-    (B, H, T, D), (K, S) = q.shape, k.shape[1:3]
-    assert size.block_q >= T * (H // K), "a program has all rows of a key head"
-    table, start, end, _, _, s_rows, _, lo, hi, _ = mask_arguments(mask, T, S, q)
-    steps = strides(dout, q, k, v, out, *grads)
-    return Launch(
-        few_rows_kernel,
-        (B * K * size.key_parts,),
-        (
-            dout, q, k, v, out, lse, *grads, start, end, *steps, s_rows, lo, hi, H, K, T, S, scale * LOG2E, scale,
-            size.key_parts,
-        ),
-        {
-            "D": D, "BD": block_dim(D), "BM": size.block_q, "BN": size.block_k, "TABLE": table,
-            "num_warps": size.num_warps, "num_stages": size.num_stages,
-        },
-    )  # fmt: skip

@@ -28,8 +28,8 @@ from flashspan.kernels.launch.launch import Launch, on
 from flashspan.kernels.launch.replay import Room, recall, repeated_backward, repeated_forward, replay
 from flashspan.kernels.masks import Band, Mask, Rows, count, unpack
 from flashspan.kernels.portable.arguments import LOG2E, empty_outputs, mask_arguments, strides, with_near_rows
-from flashspan.kernels.portable.common import finite, interval, key_block, load_tile, query_block, store_tile
-from flashspan.kernels.portable.few_rows import few_rows_launch
+from flashspan.kernels.portable.common import finite, interval, key_block, load_tile, query_block, store_tile, visible
+from flashspan.kernels.portable.few_rows import few_rows_kernel
 from flashspan.kernels.portable.forward import forward_launch
 from flashspan.kernels.portable.gradient_parts import add_gradients_launch, empty_parts
 from flashspan.kernels.portable.steps import load_lse
@@ -39,7 +39,7 @@ from flashspan.kernels.portable.tiles import Tile, block_dim, fill, multiprocess
 @triton.jit
 def probabilities(b_q, b_k, b_lse, b_start, b_end, o_k, scale):
     """Return P of a tile of queries and keys, and which pairs are visible."""
-    m_s = (o_k[None, :] >= b_start[:, None]) & (o_k[None, :] < b_end[:, None])
+    m_s = visible(o_k, b_start, b_end, False)
     b_s = tl.dot(b_q, tl.trans(b_k))
     return tl.where(m_s, tl.exp2(b_s * scale - b_lse[:, None]), 0.0), m_s
 
@@ -287,27 +287,24 @@ def _backward_launches(
     num_parts = 3 if max(size.key_parts, size.query_parts) > 1 else 0
     tables, parts = tensors[9 : len(tensors) - num_parts], tensors[len(tensors) - num_parts :]
     inputs, grads, mask = tensors[:6], tensors[6:9], unpack(kind, numbers, tables)
-    compute = few_rows_launch if block_dim(inputs[1].shape[-1]) > 128 else gradients_launch
-    launches = [compute(inputs, parts or grads, mask, scale, size)]
+    launches = [gradients_launch(inputs, parts or grads, mask, scale, size)]
     return [*launches, add_gradients_launch(parts, grads)] if parts else launches
 
 
 def gradients_launch(inputs: Sequence[Tensor], grads: Sequence[Tensor], mask: Mask, scale: float, size: Tile) -> Launch:
     """The launch that computes the gradients of q, k and v, or their parts, from dout, q, k, v, lse and out."""
     dout, q, k, v, lse, out = inputs
-    (B, H, T, D), (K, S) = q.shape, k.shape[1:3]
+    (B, H, T, D), (K, S), wide = q.shape, k.shape[1:3], block_dim(q.shape[-1])
     table, start, end, _, _, s_rows, _, lo, hi, _ = mask_arguments(mask, T, S, q)
+    tensors = (dout, q, k, v, out, lse, *grads, start, end, *strides(dout, q, k, v, out, *grads))
+    numbers = (s_rows, lo, hi, H, K, T, S, scale * LOG2E, scale)
+    tile = {"D": D, "BD": wide, "BM": size.block_q, "BN": size.block_k, "TABLE": table}
+    constants = {**tile, "num_warps": size.num_warps, "num_stages": size.num_stages}
+    if wide > 128:
+        assert size.block_q >= T * (H // K), "a program has all rows of a key head"
+        arguments = (*tensors, *numbers, size.key_parts)
+        return Launch(few_rows_kernel, (B * K * size.key_parts,), arguments, constants)
     num_key_programs = triton.cdiv(S, size.block_k) * B * K * size.query_parts
-    steps = strides(dout, q, k, v, out, *grads)
-    return Launch(
-        gradients_kernel,
-        (num_key_programs + triton.cdiv(T, size.block_q) * B * H * size.key_parts,),
-        (
-            dout, q, k, v, out, lse, *grads, start, end, *steps, s_rows, lo, hi, H, K, T, S, scale * LOG2E, scale,
-            num_key_programs, size.query_parts, size.key_parts,
-        ),
-        {
-            "D": D, "BD": block_dim(D), "BM": size.block_q, "BN": size.block_k, "TABLE": table,
-            "num_warps": size.num_warps, "num_stages": size.num_stages,
-        },
-    )  # fmt: skip
+    num_query_programs = triton.cdiv(T, size.block_q) * B * H * size.key_parts
+    arguments = (*tensors, *numbers, num_key_programs, size.query_parts, size.key_parts)
+    return Launch(gradients_kernel, (num_key_programs + num_query_programs,), arguments, constants)

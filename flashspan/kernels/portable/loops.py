@@ -1,4 +1,9 @@
-"""The arguments of a kernel that depend on its mask: intervals for bands and rows, lists for block maps."""
+"""The arguments of a kernel that depend on its mask: intervals for bands and rows, lists for block maps.
+
+One kernel serves both. Its constant LINE is 0 for intervals, else the rows of a line. Arguments that it does not need
+are None. A program for lists computes a block of a line: the full blocks of the line's list without a mask, then the
+partial ones, whose bits are the mask, in narrower tiles. The passes over keys use the transposed lists and bits.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +15,10 @@ from torch import Tensor
 from flashspan.kernels.masks import Blocks, Mask
 from flashspan.kernels.masks.block_map import Lists
 from flashspan.kernels.portable.arguments import mask_arguments
-from flashspan.kernels.portable.sparse import maps
 from flashspan.kernels.portable.tiles import Tile
+
+NO_LISTS = (None,) * 5
+INTERVALS: dict[str, Any] = {"LINE": 0, "OTHER": 0}
 
 
 class Loop(NamedTuple):
@@ -19,8 +26,8 @@ class Loop(NamedTuple):
 
     size: Tile
     num_blocks: int  # programs for each batch and head
-    tables: tuple[Tensor, ...]
-    numbers: tuple[int, ...]
+    tables: tuple[Tensor | None, ...]
+    numbers: tuple[int | None, ...]
     constants: dict[str, Any]
 
 
@@ -29,9 +36,11 @@ def key_loop(mask: Mask, q: Tensor, k: Tensor, size: Tile) -> Loop:
     T, S = q.shape[2], k.shape[2]
     if isinstance(mask, Blocks):
         mask, size = mask.to(q.device), size.within(mask.block)
-        return _list_loop(mask, mask.rows, mask.bits, q, size, size.block_q, mask.block)
+        loop = _list_loop(mask, mask.rows, mask.bits, q, size, size.block_q, mask.block)
+        return loop._replace(tables=(None,) * 2 + loop.tables, numbers=(None,) * 3 + loop.numbers)
     table, start, end, _, _, s_rows, _, lo, hi, _ = mask_arguments(mask, T, S, q)
-    return Loop(size, triton.cdiv(T, size.block_q), (start, end), (s_rows, lo, hi), {"TABLE": table})
+    tables, numbers = (start, end, *NO_LISTS), (s_rows, lo, hi, *NO_LISTS)
+    return Loop(size, triton.cdiv(T, size.block_q), tables, numbers, INTERVALS | {"TABLE": table})
 
 
 def query_loop(mask: Mask, q: Tensor, k: Tensor, size: Tile) -> Loop:
@@ -39,15 +48,23 @@ def query_loop(mask: Mask, q: Tensor, k: Tensor, size: Tile) -> Loop:
     T, S = q.shape[2], k.shape[2]
     if isinstance(mask, Blocks):
         mask, size = mask.to(q.device), size.within(mask.block)
-        return _list_loop(mask, mask.columns, mask.bits_t, q, size, size.block_k, mask.block[::-1])
+        loop = _list_loop(mask, mask.columns, mask.bits_t, q, size, size.block_k, mask.block[::-1])
+        constants = loop.constants | {"CONVEX": True}
+        return loop._replace(tables=(None,) * 4 + loop.tables, numbers=(None,) * 4 + loop.numbers, constants=constants)
     table, *tables, s_rows, s_columns, lo, hi, convex = mask_arguments(mask, T, S, q)
-    constants = {"TABLE": table, "CONVEX": convex}
-    return Loop(size, triton.cdiv(S, size.block_k), tuple(tables), (s_rows, s_columns, lo, hi), constants)
+    numbers, constants = (s_rows, s_columns, lo, hi, *NO_LISTS), {"TABLE": table, "CONVEX": convex}
+    return Loop(size, triton.cdiv(S, size.block_k), (*tables, *NO_LISTS), numbers, INTERVALS | constants)
 
 
 def _list_loop(
     mask: Blocks, lists: Lists, bits: Tensor, q: Tensor, size: Tile, width: int, block: tuple[int, int]
 ) -> Loop:
-    num_blocks = lists.spans.shape[2] * block[0] // width
-    constants = {"LINE": block[0], "OTHER": block[1]}
-    return Loop(size, num_blocks, (*lists.tensors, bits), (*maps(mask, lists), q.shape[0]), constants)
+    num_blocks, tables = lists.spans.shape[2] * block[0] // width, (*lists.tensors, bits)
+    constants = {"TABLE": False, "LINE": block[0], "OTHER": block[1]}
+    return Loop(size, num_blocks, tables, (*maps(mask, lists), q.shape[0]), constants)
+
+
+def maps(mask: Blocks, lists: Lists) -> tuple[int, int, int, int]:
+    """Return (stride in maps of the batch, of the heads, number of lines, number of long lines)."""
+    batch, head = mask.num_heads if mask.num_batch > 1 else 0, 1 if mask.num_heads > 1 else 0
+    return batch, head, lists.spans.shape[2], lists.num_long

@@ -1,52 +1,21 @@
 """The steps of a kernel for one tile: add it to the online softmax of forward, or to a gradient.
 
-The kernels over intervals (forward.py, backward.py) and those over lists of tiles (sparse.py) share these functions.
+The kernels over intervals or lists of blocks (forward.py, backward.py) and for few queries (decode.py) share them.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
-from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
 
-from flashspan.kernels.launch.launch import Launch
 from flashspan.kernels.portable.common import (
-    bit_tile,
-    dropout_stream,
     dropout_word,
     finite,
     load_tile,
     mix,
     sliced_matmul,
-    store_tile,
+    visible,
 )
-from flashspan.kernels.portable.tiles import early_launch, starts_early
-
-
-@triton.jit
-def forward_begin(out, lse, m0, o_r, s_ot, T, D: tl.constexpr, BD: tl.constexpr, CARRY: tl.constexpr):
-    """The initial output, maximum and sum of rows m0 + o_r: from the carry, or for no keys."""
-    if CARRY:
-        b_acc = load_tile(out, m0, o_r, s_ot, T, D, BD, True)
-        b_lse = tl.load(lse + m0 + o_r, mask=m0 + o_r < T, other=float("-inf"))
-        b_m = b_lse * 1.4426950408889634
-        b_l = tl.where(b_lse == float("-inf"), 0.0, 1.0)
-    else:
-        b_acc = tl.zeros([o_r.shape[0], BD], tl.float32)
-        b_m = tl.full([o_r.shape[0]], float("-inf"), tl.float32)
-        b_l = tl.zeros([o_r.shape[0]], tl.float32)
-    return b_acc, b_m, b_l
-
-
-@triton.jit
-def forward_end(out, lse, m0, o_r, s_ot, T, b_acc, b_m, b_l, D: tl.constexpr, BD: tl.constexpr):
-    """Write the rows' output and lse."""
-    b_out, b_lse = finished(b_acc, b_m, b_l)
-    store_tile(out, m0, o_r, s_ot, T, b_out, D, BD, False)
-    tl.store(lse + m0 + o_r, b_lse, mask=m0 + o_r < T)
 
 
 @triton.jit
@@ -59,25 +28,20 @@ def finished(b_acc, b_m, b_l):
 
 
 @triton.jit
-def row_words(p_seed, stream, o_m, p_qpos, T, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr):
-    """Dropout's hash of each row o_m of a stream, and the word that the hashes of its columns start from."""
-    b_row = tl.zeros([o_m.shape[0]], tl.uint32)
-    column_word = tl.zeros([], tl.uint32)
+def dropout_words(
+    p_seed, stream, o, p_positions, num, COLUMNS: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr
+):
+    """Dropout's hash of each row o of a stream, and the word that the hashes of its columns start from. COLUMNS: the
+    hash of each column, and the word of its rows."""
+    b_word = tl.zeros([o.shape[0]], tl.uint32)
+    other_word = tl.zeros([], tl.uint32)
     if DROPOUT:
-        row_word, column_word = dropout_stream(p_seed, stream)
-        b_row = dropout_word(row_word, o_m, p_qpos, T, POSITIONS)
-    return b_row, column_word
-
-
-@triton.jit
-def column_words(p_seed, stream, o_k, p_kpos, S, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr):
-    """Dropout's hash of each column o_k of a stream, and the word that the hashes of its rows start from."""
-    b_column = tl.zeros([o_k.shape[0]], tl.uint32)
-    row_word = tl.zeros([], tl.uint32)
-    if DROPOUT:
-        row_word, column_word = dropout_stream(p_seed, stream)
-        b_column = dropout_word(column_word, o_k, p_kpos, S, POSITIONS)
-    return b_column, row_word
+        seed = tl.load(p_seed)
+        low, high = (seed & 0xFFFFFFFF).to(tl.uint32), ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+        row_word, column_word = mix(low ^ mix(stream.to(tl.uint32))), mix(high)
+        b_word = dropout_word(column_word if COLUMNS else row_word, o, p_positions, num, POSITIONS)
+        other_word = row_word if COLUMNS else column_word
+    return b_word, other_word
 
 
 @triton.jit
@@ -109,8 +73,8 @@ def forward_step(
 ):  # fmt: skip
     """Add one tile of keys to the online softmax. Scores are exponents of 2: `scale` includes log2(e).
 
-    MASKED: rows see keys b_start <= j < b_end. BITS: instead, b_start are pointers to the words of each row, and b_end
-    is the tile's first column in them. ALIKE: all rows see the same keys of the tile, which end at S.
+    MASKED: rows see only some keys, those that `visible` returns for b_start, b_end and BITS. ALIKE: all rows see the
+    same keys of the tile, which end at S.
     """
     o_k = n0 + o_n  # [BN]
     # [BM, BN]
@@ -119,13 +83,7 @@ def forward_step(
     else:
         b_k = load_tile(p_k, n0, o_n, s_ks, S, D, BD, MASKED)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-    if MASKED:
-        if BITS:
-            m_s = bit_tile(b_start, b_end, o_n.shape[0])
-        else:
-            m_s = (o_k[None, :] >= b_start[:, None]) & (o_k[None, :] < b_end[:, None])
-    else:
-        m_s = b_s  # not read
+    m_s = visible(o_k, b_start, b_end, BITS) if MASKED else b_s  # not read without MASKED
     b_p, b_alpha, b_m, b_l = softmax_step(b_s, m_s, b_m, b_l, scale, MASKED, NEGATIVE)
     if DROPOUT:
         b_word = mix(b_row[:, None] ^ dropout_word(column_word, o_k, p_kpos, S, POSITIONS)[None, :])
@@ -142,30 +100,9 @@ def forward_step(
     return b_acc, b_m, b_l
 
 
-STRETCH = 32
-"""Flags that a program of `repair` reads at a time."""
-
-
-def repair(launch: Launch, kernel: Any, flags: Tensor) -> Launch:
-    """A launch of forward, by a kernel that computes only the blocks of 64 queries whose flags are not 0.
-
-    flags is int32 [B, H, ceil(T / 64)], and nearly always all 0. To start a program for each block would take longer
-    than the work. So each program reads many flags at a time, and there are at most as many as a GPU runs at once. They
-    start before the kernel that writes the flags has ended, and then wait for its end.
-    """
-    # A prime number, so that flags that repeat from head to head (as with padding) are spread over all programs.
-    num_programs = min(triton.cdiv(flags.numel(), STRETCH), 131)
-    early = starts_early(flags.device)
-    constants = {**launch.constants, "BM": 64, "STRETCH": STRETCH, "EARLY": early, "num_warps": 4}
-    constants |= early_launch(early)
-    return Launch(kernel, (num_programs,), (flags, flags.numel(), *launch.arguments), constants)
-
-
 @triton.jit
-def flagged_end(p_flags, num_flags, STRETCH: tl.constexpr, EARLY: tl.constexpr):
+def flagged_end(p_flags, num_flags, STRETCH: tl.constexpr):
     """The end of this program's flags: 1 + the last one that is not 0, or 0. Its flags are num_programs apart."""
-    if EARLY:
-        gdc_wait()
     end = 0
     for i0 in range(tl.program_id(0), num_flags, STRETCH * tl.num_programs(0)):
         o = i0 + tl.arange(0, STRETCH) * tl.num_programs(0)
@@ -183,16 +120,15 @@ def load_lse(p_lse, o_m, T, CHECK: tl.constexpr):
 
 @triton.jit
 def keys_step(
-    b_dk, b_dv, b_k, b_v, p_k, p_v, n0, o_n, s_ks, s_vs, S, p_q, p_do, p_lse, p_delta, m0, o_m, s_qt, s_dt, T, scale,
-    b_first, b_last, p_start, p_end, b_column, row_word, p_qpos, threshold, gain, D: tl.constexpr, BD: tl.constexpr,
-    BC: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, MASKED: tl.constexpr, CONVEX: tl.constexpr,
-    BITS: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
+    b_dk, b_dv, p_q, p_do, p_lse, p_delta, m0, o_m, b_first, b_last, b_column, row_word,
+    b_k, b_v, p_k, p_v, n0, o_n, s_ks, s_vs, S, s_qt, s_dt, T, scale, p_start, p_end, p_qpos, threshold, gain,
+    MASKED: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    CONVEX: tl.constexpr, BITS: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add one tile of queries to dk and dv. Scores are transposed, [keys, queries].
 
-    MASKED: queries b_first <= i < b_last see a key; with BITS, b_first and b_last are like b_start and b_end of
-    `forward_step`. Without CONVEX, some of these queries do not see the key: p_start and p_end, the queries' intervals
-    of keys, decide.
+    MASKED: only some queries see a key, those that `visible` returns for b_first, b_last and BITS. Without CONVEX, some
+    of these queries do not see the key: p_start and p_end, the queries' intervals of keys, decide.
     """
     o_q = m0 + o_m  # [BM]
     o_k = n0 + o_n  # [BN]
@@ -208,10 +144,7 @@ def keys_step(
         b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
     b_p = tl.exp2(b_s * scale - b_lse[None, :])
     if MASKED:
-        if BITS:
-            m_s = bit_tile(b_first, b_last, o_m.shape[0])
-        else:
-            m_s = (o_q[None, :] >= b_first[:, None]) & (o_q[None, :] < b_last[:, None])
+        m_s = visible(o_q, b_first, b_last, BITS)
         if not CONVEX and not BITS:
             b_start = tl.load(p_start + o_q, mask=o_q < T, other=0)
             b_end = tl.load(p_end + o_q, mask=o_q < T, other=0)
@@ -245,10 +178,11 @@ def keys_step(
 
 @triton.jit
 def queries_step(
-    b_dq, b_q, b_do, b_lse, b_delta, p_q, p_do, m0, o_m, s_qt, s_dt, T, p_k, p_v, n0, o_n, s_ks, s_vs, S, scale,
-    b_start, b_end, b_row, column_word, p_kpos, threshold, gain, D: tl.constexpr, BD: tl.constexpr,
-    BC: tl.constexpr, MASKED: tl.constexpr, BITS: tl.constexpr, DROPOUT: tl.constexpr,
-    POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
+    b_dq, n0, o_n, b_start, b_end,
+    b_q, b_do, b_lse, b_delta, p_q, p_do, m0, o_m, s_qt, s_dt, T, p_k, p_v, s_ks, s_vs, S, scale, b_row, column_word,
+    p_kpos, threshold, gain,
+    D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, MASKED: tl.constexpr, BITS: tl.constexpr,
+    DROPOUT: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add one tile of keys to dq. MASKED and BITS as in `forward_step`."""
     o_k = n0 + o_n  # [BN]
@@ -269,10 +203,7 @@ def queries_step(
         b_dp = tl.where(b_word >= threshold, b_dp * gain, 0.0)
     b_ds = b_p * (b_dp - b_delta[:, None])
     if MASKED:
-        if BITS:
-            m_s = bit_tile(b_start, b_end, o_n.shape[0])
-        else:
-            m_s = (o_k[None, :] >= b_start[:, None]) & (o_k[None, :] < b_end[:, None])
+        m_s = visible(o_k, b_start, b_end, BITS)
         b_ds = tl.where(m_s, b_ds, 0.0)
         b_k = finite(b_k).to(b_k.dtype)
     return tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)

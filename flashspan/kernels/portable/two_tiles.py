@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashspan.kernels.portable.common import edge_tile, finite, load_tile, tile_ranges
+from flashspan.kernels.portable.common import edge_tile, finite, load_tile, tile_ranges, visible
 from flashspan.kernels.portable.steps import softmax_step
 
 
@@ -21,7 +21,7 @@ def load_columns(p, row, o_row, stride, num_rows, FIRST: tl.constexpr, WIDTH: tl
 
 @triton.jit
 def two_tile_step(
-    b_acc, b_more, b_m, b_l, b_q, b_x, k, v, n0, o_n, s_ks, s_vs, S, scale, b_start, b_end, D: tl.constexpr,
+    b_acc, b_more, b_m, b_l, n0, b_q, b_x, k, v, o_n, s_ks, s_vs, S, scale, b_start, b_end, D: tl.constexpr,
     BD: tl.constexpr, BX: tl.constexpr, MASKED: tl.constexpr, NEGATIVE: tl.constexpr,
 ):  # fmt: skip
     """steps.forward_step for 16-bit heads of BD + BX columns, computed as two tiles: b_q and b_acc have the first BD
@@ -29,10 +29,7 @@ def two_tile_step(
     # [BM, BN]
     b_s = tl.dot(b_q, tl.trans(load_tile(k, n0, o_n, s_ks, S, BD, BD, MASKED)))
     b_s = tl.dot(b_x, tl.trans(load_columns(k, n0, o_n, s_ks, S, BD, BX, D, MASKED)), b_s)
-    if MASKED:
-        m_s = ((n0 + o_n)[None, :] >= b_start[:, None]) & ((n0 + o_n)[None, :] < b_end[:, None])
-    else:
-        m_s = b_s  # not read
+    m_s = visible(n0 + o_n, b_start, b_end, False) if MASKED else b_s  # not read without MASKED
     b_p, b_alpha, b_m, b_l = softmax_step(b_s, m_s, b_m, b_l, scale, MASKED, NEGATIVE)
     # [BN, BD], [BN, BX]
     b_v = load_tile(v, n0, o_n, s_vs, S, BD, BD, MASKED)
@@ -59,17 +56,12 @@ def two_tile_loop(
     b_x = tl.load(p_q + o_x[None, :], mask=m_row[:, None] & (o_x < D)[None, :], other=0.0)
     b_more = tl.zeros(b_x.shape, tl.float32)
     edge, num_before, full, full_end, num_after = tile_ranges(b_start, b_end, m_row, S, True, BN, BN)
+    given = (b_q, b_x, k, v, o_n, s_ks, s_vs, S, scale, b_start, b_end)
     for n0 in range(full, full_end, BN):
-        b_acc, b_more, b_m, b_l = two_tile_step(
-            b_acc, b_more, b_m, b_l, b_q, b_x, k, v, n0, o_n, s_ks, s_vs, S, scale, b_start, b_end, D, BD, BX, False,
-            NEGATIVE,
-        )  # fmt: skip
+        b_acc, b_more, b_m, b_l = two_tile_step(b_acc, b_more, b_m, b_l, n0, *given, D, BD, BX, False, NEGATIVE)
     for i_tile in tl.range(0, num_before + num_after, num_stages=1):
         n0 = edge_tile(i_tile, edge, num_before, full_end, BN)
-        b_acc, b_more, b_m, b_l = two_tile_step(
-            b_acc, b_more, b_m, b_l, b_q, b_x, k, v, n0, o_n, s_ks, s_vs, S, scale, b_start, b_end, D, BD, BX, True,
-            NEGATIVE,
-        )  # fmt: skip
+        b_acc, b_more, b_m, b_l = two_tile_step(b_acc, b_more, b_m, b_l, n0, *given, D, BD, BX, True, NEGATIVE)
     return b_acc, b_more, b_m, b_l
 
 

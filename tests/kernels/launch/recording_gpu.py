@@ -71,6 +71,7 @@ class Gpu:
 
     def compiled(self, launch: Launch) -> Any:
         kinds = {"tensordesc": "tensordesc<fp16[1]>", Tensor: "*fp16", bool: "u1", int: "i64", float: "fp32"}
+        kinds[type(None)] = "constexpr"
         types = [kinds["tensordesc" if hasattr(x, "block_shape") else type(x)] for x in launch.arguments]
         types += ["constexpr"] * len(launch.constexprs())
         metadata = [f"descriptor {i}" for i in range(sum(kind.startswith("tensordesc") for kind in types))]

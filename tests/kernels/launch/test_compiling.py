@@ -1,4 +1,4 @@
-"""Compilation ahead of launches changes no call; no GPU needed."""
+"""Which launches need the same compiled kernel; compilation ahead of launches changes no call; no GPU needed."""
 
 from __future__ import annotations
 
@@ -24,6 +24,17 @@ class OnGpu(Tensor):
 
     device = torch.device("cuda", 0)  # type: ignore[assignment]
     __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+def test_an_argument_that_is_none_under_other_constants_is_part_of_the_key() -> None:
+    kernel, x = SimpleNamespace(arg_names=["x", "table", "LINE"], do_not_specialize=[]), torch.zeros(64)
+
+    def key(table: Tensor | None, line: int) -> tuple[Any, ...]:
+        return Launch(kernel, (1,), (x, table), {"LINE": line}).key()
+
+    assert key(None, 0) == key(None, 0)
+    assert len({key(None, 0), key(x, 64), key(x[1:], 64), key(x.half(), 64)}) == 4
+    assert key(x, 64) == key(x.clone(), 64)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("tiled", "float64"), ("reference", "float32"), ("portable", "float32")])
