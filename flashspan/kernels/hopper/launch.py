@@ -68,7 +68,7 @@ def forward(
     tables = mask.to(q.device).packed
     with on(q.device):
         in_float16 = is_faster(q, k, mask, carry is not None)
-        marks = marks_rows(q, k, mask, in_float16, carry is not None)
+        marks = carry is not None or marks_rows(q, k, mask, out.dtype, in_float16)
         made = (out, lse, *_forward_tensors(q, v, in_float16, marks), new_counter(q.device))
         steps = None if carry is None else out.stride()  # a carry may have any strides
         done = replay(_forward_launches, (q, k, v), tables, made, scale, steps, out.dtype, in_float16, marks)
@@ -88,7 +88,7 @@ def repeat_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, out_dtype:
     if (size := few_tiles.forward_tile(q, k, mask)) is not None:
         return few_tiles.repeat_forward(q, k, v, problem, size, out_dtype)
     in_float16 = is_faster(q, k, mask)
-    marks = marks_rows(q, k, mask, in_float16)
+    marks = marks_rows(q, k, mask, out_dtype, in_float16)
     values = (scale, None, out_dtype, in_float16, marks)
     launches = recall(_forward_launches, (q, k, v), mask.packed, 3 + in_float16 + marks, *values)
     like_q, like_v = q.to("meta"), v.to("meta")
@@ -96,14 +96,15 @@ def repeat_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, out_dtype:
     return repeated_forward(launches, q.device, outputs, Room.of(temporary, counter=new_counter))
 
 
-def marks_rows(q: Tensor, k: Tensor, mask: Mask, in_float16: bool, carry: bool = False) -> bool:
-    """Whether rows that are not finite are marked, and computed again by a second launch (repair.py)."""
+def marks_rows(q: Tensor, k: Tensor, mask: Mask, out_dtype: torch.dtype, in_float16: bool) -> bool:
+    """Whether rows that are not finite are marked, and computed again by a second launch (repair.py). It is so with a
+    carry, too, and with an output in float32, whose buffers leave no room for notes."""
     T, S = q.shape[2], k.shape[2]
-    if carry or in_float16 or isinstance(mask, Blocks):
+    if in_float16 or isinstance(mask, Blocks):
         return True
     lo, hi = mask.bounds(T, S) if isinstance(mask, Band) else (0, S)
     long = min(S, hi - lo + 1) > MOST_KEYS or triton.cdiv(T, 128) * q.shape[0] * q.shape[1] > MOST_TILES
-    return long and hidden_sides(mask, T, S) > 0
+    return (long or out_dtype == torch.float32) and hidden_sides(mask, T, S) > 0
 
 
 def _forward_tensors(q: Tensor, v: Tensor, in_float16: bool, marks: bool) -> list[Tensor]:

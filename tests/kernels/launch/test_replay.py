@@ -237,7 +237,7 @@ def test_a_repeated_forward_launches_what_forward_launches(
     carry = repeat(q, k, v, mask)
     repeated, gpu.seen = gpu.seen, []
     tables = mask.packed.tensors
-    marks = gpu.hopper.marks_rows(q, k, mask, in_float16)
+    marks = gpu.hopper.marks_rows(q, k, mask, q.dtype, in_float16)
     assert marks == in_float16, "a short call computes its rows again itself"
     like = [*gpu.hopper._forward_tensors(q, v, in_float16, marks), torch.zeros(4).int()]
     temporary = [tensor_at(at, x) for at, x in zip(launched[0][5 + len(tables) :], like, strict=True)]
