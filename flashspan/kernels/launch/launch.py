@@ -85,9 +85,9 @@ class Launch:
 
     @property
     def first(self) -> Tensor:
-        """The first tensor among the arguments."""
-        found = (x if isinstance(x, Tensor) else getattr(x, "base", None) for x in self.arguments)
-        return next(x for x in found if x is not None)
+        """The first tensor: the first argument, or the tensor that it describes."""
+        x = self.arguments[0]
+        return x if isinstance(x, Tensor) else x.base
 
     def constexprs(self) -> list[Any]:
         """The values of the kernel's constexpr parameters, which follow the arguments, in the kernel's order."""

@@ -36,8 +36,7 @@ def key_loop(mask: Mask, q: Tensor, k: Tensor, size: Tile) -> Loop:
     T, S = q.shape[2], k.shape[2]
     if isinstance(mask, Blocks):
         mask, size = mask.to(q.device), size.within(mask.block)
-        loop = _list_loop(mask, mask.rows, mask.bits, q, size, size.block_q, mask.block)
-        return loop._replace(tables=(None,) * 2 + loop.tables, numbers=(None,) * 3 + loop.numbers)
+        return _list_loop(mask, mask.rows, mask.bits, q, size, size.block_q, mask.block, (2, 3))
     table, start, end, _, _, s_rows, _, lo, hi, _ = mask_arguments(mask, T, S, q)
     tables, numbers = (start, end, *NO_LISTS), (s_rows, lo, hi, *NO_LISTS)
     return Loop(size, triton.cdiv(T, size.block_q), tables, numbers, INTERVALS | {"TABLE": table})
@@ -48,20 +47,22 @@ def query_loop(mask: Mask, q: Tensor, k: Tensor, size: Tile) -> Loop:
     T, S = q.shape[2], k.shape[2]
     if isinstance(mask, Blocks):
         mask, size = mask.to(q.device), size.within(mask.block)
-        loop = _list_loop(mask, mask.columns, mask.bits_t, q, size, size.block_k, mask.block[::-1])
-        constants = loop.constants | {"CONVEX": True}
-        return loop._replace(tables=(None,) * 4 + loop.tables, numbers=(None,) * 4 + loop.numbers, constants=constants)
+        block = mask.block[::-1]
+        return _list_loop(mask, mask.columns, mask.bits_t, q, size, size.block_k, block, (4, 4), CONVEX=True)
     table, *tables, s_rows, s_columns, lo, hi, convex = mask_arguments(mask, T, S, q)
     numbers, constants = (s_rows, s_columns, lo, hi, *NO_LISTS), {"TABLE": table, "CONVEX": convex}
     return Loop(size, triton.cdiv(S, size.block_k), (*tables, *NO_LISTS), numbers, INTERVALS | constants)
 
 
 def _list_loop(
-    mask: Blocks, lists: Lists, bits: Tensor, q: Tensor, size: Tile, width: int, block: tuple[int, int]
-) -> Loop:
-    num_blocks, tables = lists.spans.shape[2] * block[0] // width, (*lists.tensors, bits)
-    constants = {"TABLE": False, "LINE": block[0], "OTHER": block[1]}
-    return Loop(size, num_blocks, tables, (*maps(mask, lists), q.shape[0]), constants)
+    mask: Blocks, lists: Lists, bits: Tensor, q: Tensor, size: Tile, width: int, block: tuple[int, int],
+    unused: tuple[int, int], **constants: Any,
+) -> Loop:  # fmt: skip
+    """A loop over lists. A program has `width` rows of a line; unused: the tables and numbers of intervals."""
+    tables = (*(None,) * unused[0], *lists.tensors, bits)
+    numbers = (*(None,) * unused[1], *maps(mask, lists), q.shape[0])
+    num_blocks, edges = lists.spans.shape[2] * block[0] // width, {"LINE": block[0], "OTHER": block[1]}
+    return Loop(size, num_blocks, tables, numbers, {"TABLE": False, **edges, **constants})
 
 
 def maps(mask: Blocks, lists: Lists) -> tuple[int, int, int, int]:
