@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import as_completed
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -201,8 +202,9 @@ class Kernels:
         with torch.device(DEVICE):
             llama = Llama(replace(model, num_layers=1), attention=attention).to(self.dtype)
         room = self.empty(2, batch, model.num_kv_heads, tokens, model.head_dim)
-        step = FusedStep(llama, [room], self.empty(batch, dtype=torch.int64))
-        return [lambda: step(self.empty(batch, 1, dtype=torch.int64))]
+        positions, given = self.empty(batch, dtype=torch.int64), self.empty(batch, 1, dtype=torch.int64)
+        steps = [FusedStep(llama, [room], positions, even) for even in {True, batch == 1}]
+        return [partial(step, given) for step in steps]
 
     def operators(self, model: LlamaConfig, rows: int) -> list[Callable[[], object]]:
         """A layer's matmuls with their epilogues, forward and backward."""

@@ -75,7 +75,8 @@ class Whole:
 
     def _choose(self, model: Llama, tokens: Tensor) -> Callable[[Tensor], Tensor]:
         """The function that computes the logits of one token per row on a GPU."""
-        self._kept = fused_step(model, [cache.room for cache in self.caches], self.positions) if self.fused else None
+        rooms = [cache.room for cache in self.caches]
+        self._kept = fused_step(model, rooms, self.positions, not self.ragged) if self.fused else None
         run = self._kept or (lambda given: self._step(model, given, self.capacity))
         return Recorded(run, tokens, self.positions) if self.graph else run
 

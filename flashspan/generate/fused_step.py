@@ -1,6 +1,6 @@
 """A decode step of a plain LLaMA in six launches per layer, for up to 16 rows on an NVIDIA GPU.
 
-    step = fused_step(model, rooms, positions)        # None if the kernels do not support the model
+    step = fused_step(model, rooms, positions, even)  # None if the kernels do not support the model
     logits = step(tokens)                             # one token per row at `positions`, [B, V]
 
 A layer is: norm, projections, rotation and the write to the cache (1); attention over the cache and the combination of
@@ -39,10 +39,10 @@ FAILED: dict[tuple[Any, ...], str] = {}
 class FusedStep:
     """The launches of a step, and the buffers between them. Weights and caches are not copied.
 
-    rooms: the keys and values of each layer, [2, B, K, capacity, D].
+    rooms: the keys and values of each layer, [2, B, K, capacity, D]. even: all positions are equal.
     """
 
-    def __init__(self, model: Llama, rooms: Sequence[Tensor], positions: Tensor) -> None:
+    def __init__(self, model: Llama, rooms: Sequence[Tensor], positions: Tensor, even: bool = False) -> None:
         from flashspan.generate.kernels import matvec
 
         config, weight = model.config, model.head.weight
@@ -61,7 +61,8 @@ class FusedStep:
         self.gains = gains([norm.weight for norm in self.norms], weight.dtype)
         # The mask is made once, because its transpose takes many kernels. Each step writes new ends into it.
         self.end = torch.ones(B, 1, dtype=torch.int32, device=device)
-        self.seen = masks.Rows(torch.zeros_like(self.end), self.end, rooms[0].shape[3], convex=True)
+        end = self.end[0] if even else self.end
+        self.seen = masks.Rows(torch.zeros_like(end), end, rooms[0].shape[3], convex=True)
         self.problem = Problem(self.seen, 1.0 / math.sqrt(config.head_dim))
 
     def __call__(self, tokens: Tensor) -> Tensor:
@@ -135,7 +136,7 @@ class FusedStep:
         )  # fmt: skip
 
 
-def fused_step(model: Llama, rooms: Sequence[Tensor], positions: Tensor) -> FusedStep | None:
+def fused_step(model: Llama, rooms: Sequence[Tensor], positions: Tensor, even: bool = False) -> FusedStep | None:
     """The step for a model and the filled caches of its layers; None without a GPU or if no kernels support them."""
     shape = (model.config, rooms[0].shape, model.head.weight.dtype, positions.device)
     if not _has_gpu(positions.device) or not serves(model, rooms) or shape in FAILED:
@@ -144,7 +145,7 @@ def fused_step(model: Llama, rooms: Sequence[Tensor], positions: Tensor) -> Fuse
 
     try:
         with on(positions.device):
-            step = FusedStep(model, rooms, positions)
+            step = FusedStep(model, rooms, positions, even)
             step.compile()
     except KernelFailed as failure:
         FAILED[shape] = str(failure)

@@ -76,7 +76,7 @@ def errors(model: Llama, lengths: list[int], num_steps: int) -> list[tuple[float
     for context, of in zip(contexts, models, strict=True):
         context.begin(of, tokens, sizes, tokens.shape[1] + num_steps)
     fused, plain, exact = contexts
-    step = FusedStep(model, rooms_of(fused), fused.positions)
+    step = FusedStep(model, rooms_of(fused), fused.positions, even=not fused.ragged)
     step.compile()
     found = []
     given = torch.arange(len(lengths), device=tokens.device).unsqueeze(1) % model.config.vocab_size
@@ -96,6 +96,7 @@ def errors(model: Llama, lengths: list[int], num_steps: int) -> list[tuple[float
     ("name", "lengths"),
     [
         ("heads of 64, tied", [7]),
+        ("grouped, heads of 16", [4, 4]),
         *((name, [3, 1, 9]) for name in CONFIGS),
         *(pytest.param(name, [7], marks=pytest.mark.slow) for name in CONFIGS if name != "heads of 64, tied"),
     ],

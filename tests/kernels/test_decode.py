@@ -60,6 +60,7 @@ CASES: dict[str, tuple[Shape, Mask]] = {
     "one query, heads of 40, 16 in a group": (Shape(1, 16, 1, 1, 301, 40), EVERYTHING),
     "one query and a window": (Shape(2, 3, 1, 1, 700, 80), Band(333, 650)),
     "one query, ragged batch": (Shape(3, 4, 2, 1, 333, 16), ragged([10, 333, 0], 1, 333)),
+    "one query, parts by length": (Shape(3, 2, 1, 1, 1500, 16), ragged([1500, 40, 700], 1, 1500)),
     "one key": (Shape(2, 2, 1, 1, 1, 8), EVERYTHING),
     "large head": (Shape(1, 2, 1, 1, 150, 256), EVERYTHING),
     "few queries, causal": (Shape(1, 4, 2, 7, 333, 16), causal(7, 333)),
@@ -196,6 +197,15 @@ def test_the_keys_are_divided_so_that_the_gpu_is_busy() -> None:
             assert num_tiles < 64 or rounds / -(-rounds // 1) > 0.7 or num_splits >= 0.9 * (num_tiles // 2)
 
 
+def test_sequences_that_may_differ_in_length_have_more_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "multiprocessors", lambda device: 132)
+    q, k = torch.empty(16, 32, 1, 64, device="meta"), torch.empty(16, 8, 8592, 64, device="meta")
+    end = torch.full((16, 1), 8192, dtype=torch.int32)
+    differ, same = (Rows(torch.zeros_like(x), x, 8592, convex=True) for x in (end, end[0]))
+    parts = [decode.count_splits(q.bfloat16(), k.bfloat16(), mask) for mask in (differ, same)]
+    assert parts == [6, 3]
+
+
 @interpreted
 def test_a_precision_set_later_is_not_that_of_launches_before(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[object, ...]] = []
@@ -245,8 +255,8 @@ REST += [(64, 136, "bfloat16"), (64, 160, "float16"), (64, 192, "bfloat16")]
 REST += [(T, D, "float32") for T, D in ((1, 64), (1, 128), (16, 64), (1, 256), (64, 128))]
 SPILLED = {
     (4, 16, "bfloat16"): 8,
-    (64, 256, "bfloat16"): 16,
-    (16, 256, "bfloat16"): 16,
+    (64, 256, "bfloat16"): 32,
+    (16, 256, "bfloat16"): 32,
     # Of Triton 3.6; Triton 3.7 spills less.
     (64, 136, "bfloat16"): 300,
     (64, 160, "float16"): 300,
@@ -261,9 +271,9 @@ def check_compiled(*calls: tuple[int, int, str]) -> None:
         spilled, shared, copies, narrow, wide = line
         assert spilled <= SPILLED.get(call, 0), call
         assert shared <= 232448 // (2 if call[0] == 1 and call[2] == "bfloat16" else 1), call
-        # A tile of K and one of V, 16 KiB each, are 8 copies of 16 bytes per thread: for two tiles ahead, and in the
+        # A tile of K and one of V, 16 KiB each, are 8 copies of 16 bytes per thread: for three tiles ahead, and in the
         # loop.
-        assert 0 < copies <= 48, call
+        assert 0 < copies <= 64, call
         assert narrow + wide > 0, call
 
 

@@ -9,9 +9,13 @@ The kernel that computes a row x of the residual also writes `scaled`, x times t
 program writes the sum of squares of its columns. The next matmul multiplies `scaled` unchanged, and divides its row of
 results by the root mean square. `gain` is a power of two that keeps x times the weight in the range of float16.
 
-Note [An early start] With EARLY, on Hopper and later, a kernel may start before the previous kernel has ended
-(programmatic dependent launch). It prefetches its first weights, which no kernel writes, into the L2 cache. It reads
-everything else after `gdc_wait`, which waits until the previous kernel has ended and its writes are visible.
+Note [An early start]
+With EARLY, on Hopper and later, a kernel may start before the previous kernel has ended (programmatic dependent
+launch). It can prefetch its first weights, which no kernel writes, into the L2 cache. It reads everything else after
+`gdc_wait`, which waits until the previous kernel has ended and its writes are visible. Its programs go to the
+multiprocessors that have room first. If more programs fit on one than its share, some get too many, others none, and
+the kernel takes up to half as long again. So the stages of a tile are so many that only one program of `add` fits, two
+of `gated`, three of `project`.
 """
 
 from __future__ import annotations
@@ -64,10 +68,11 @@ def await_inputs(p_rows, K: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constex
     """Prefetch AHEAD columns of the weights, then wait for the inputs. Call it before anything else is read: see Note
     [An early start]."""
     if EARLY:
-        LINE: tl.constexpr = 128 // (p_rows.dtype.element_ty.primitive_bitwidth // 8)
-        o_k = tl.minimum(tl.arange(0, AHEAD // LINE) * LINE, K - 1)
-        p_lines = (p_rows[:, None] + o_k[None, :]).to(tl.int64)
-        prefetch(p_lines)
+        if AHEAD:
+            LINE: tl.constexpr = 128 // (p_rows.dtype.element_ty.primitive_bitwidth // 8)
+            o_k = tl.minimum(tl.arange(0, AHEAD // LINE) * LINE, K - 1)
+            p_lines = (p_rows[:, None] + o_k[None, :]).to(tl.int64)
+            prefetch(p_lines)
         gdc_launch_dependents()
         gdc_wait()
 
@@ -239,13 +244,14 @@ class Tile:
     early: bool = False
     """See Note [An early start]."""
     rows: int = MAX_ROWS
+    ahead: int = 0
+    """How many columns of its weights a program prefetches, if it starts early: 0, or 64 or more."""
 
     def constants(self, device: torch.device) -> dict[str, int | str]:
         """The compile-time arguments of a kernel that depend on its tile and the device."""
-        ahead = max(64, triton.next_power_of_2((self.num_stages - 1) * self.slices * self.depth))
         return {
             **early_launch(self.early),
-            "AHEAD": ahead,
+            "AHEAD": self.ahead,
             "EARLY": self.early,
             "BM": self.rows,
             "BN": self.columns,
@@ -259,19 +265,24 @@ class Tile:
 
 
 TABLE = {
-    "project": Tile(16, 4, 128, 4, 4, early=True),
-    "add": Tile(16, 4, 128, 4, 5, early=True),
-    "gated": Tile(64, 4, 64, 4, 3, early=True),
-    "head": Tile(32, 4, 64, 4, 4),
+    "project": Tile(8, 4, 128, 4, 4, early=True, ahead=1024),
+    "add": Tile(16, 4, 128, 4, 5, early=True, ahead=1024),
+    "gated": Tile(32, 4, 64, 4, 3, early=True, ahead=64),
+    "head": Tile(32, 4, 64, 4, 4, early=True),
 }
-"""Tiles of 16-bit weights, measured on an H200 with the Llama-3.2-1B shape (docs/log/decode.md)."""
-ONE_ROW = {"gated": Tile(64, 4, 64, 4, 4, rows=1), "head": Tile(64, 4, 64, 4, 4, rows=1)}
-"""Tiles that are faster for one row."""
+"""Tiles of 16-bit weights, measured on an H200 in a step of the Llama-3.2-1B shape (docs/log/decode.md)."""
+ONE_ROW = {
+    "project": Tile(8, 4, 128, 4, 8, early=True, rows=1, ahead=1024),
+    "add": Tile(16, 4, 128, 4, 8, early=True, rows=1, ahead=2048),
+    "gated": Tile(64, 4, 64, 4, 4, early=True, rows=1, ahead=128),
+    "head": Tile(64, 4, 64, 4, 4, rows=1),
+}
+"""Tiles for one row. Those of `add` have as many columns as in TABLE."""
 
 
 def tile(kind: str, num_columns: int, K: int, weight: Tensor, num_rows: int = MAX_ROWS) -> Tile:
     """The tile for a kind of kernel with `num_columns` outputs from rows of length K."""
-    size = ONE_ROW[kind] if num_rows == 1 and kind in ONE_ROW else TABLE[kind]
+    size = (ONE_ROW if num_rows == 1 else TABLE)[kind]
     if weight.element_size() == 4:
         size = replace(size, depth=size.depth // 2)
     if is_small(weight.device):

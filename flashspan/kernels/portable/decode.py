@@ -9,6 +9,7 @@ only the device knows the number of keys, as inside a CUDA graph, the work is di
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -52,6 +53,10 @@ and FEW to MAX_ROWS rows, only one fits."""
 MANY_KEYS = 768
 """They are also used for calls whose queries see this many keys on average."""
 
+SHORT = 32
+"""If all programs of a call with one query run at once, and each has up to SHORT tiles of keys and FEW rows, they have
+a fourth stage: then two fit on a multiprocessor, not three, and an early start cannot put a third one there."""
+
 LEAST_PARTS = 3
 """With more than FEW rows, they are used if so many programs a block of rows run at once: one on a multiprocessor, or
 two of two tiles. With fewer parts, the kernels for many queries are faster; but not if few queries of several heads
@@ -75,13 +80,16 @@ COMBINE_FREE = ["s_ob", "s_oh", "s_ot", "H", "T", "num_rows", "num_splits"]
 def part_of_keys(
     o_t, T, S, lo, hi, start, end, i_s, num_splits, BN: tl.constexpr, TABLE: tl.constexpr, ONE: tl.constexpr
 ):
-    """Return which keys of part i_s each row sees, and the first and last key of the part."""
+    """Return which keys of part i_s each row sees, and the first and last key of the part. With ONE, the parts are
+    equal; otherwise they are whole tiles."""
     b_start, b_end = interval(o_t, T, S, lo, hi, start, end, TABLE)
     first = tl.min(tl.where(b_start < b_end, b_start, S), 0)
     if not ONE:
         first = first // BN * BN
     last = tl.max(tl.where(b_start < b_end, b_end, 0), 0)
-    share = tl.cdiv(tl.cdiv(tl.maximum(last - first, 0), num_splits), BN) * BN
+    share = tl.cdiv(tl.maximum(last - first, 0), num_splits)
+    if not ONE:
+        share = tl.cdiv(share, BN) * BN
     begin = first + i_s.to(tl.int32) * share
     stop = tl.minimum(begin + share, last)
     return tl.maximum(b_start, begin), tl.minimum(b_end, stop), begin, stop
@@ -123,11 +131,10 @@ def split_kernel(
         prefetch_rows(k, o_k, s_ks, D)
         prefetch_rows(v, o_k, s_vs, D)
         gdc_wait()
-    b_start, b_end, begin, stop = part_of_keys(o_t, T, S, lo, hi, start, end, i_s, num_splits, BN, TABLE, ONE)
-
-    # [BM, BD]
+    # [BM, BD]. It is loaded while the part of the keys is computed.
     p_q = q + (i_b * s_qb + o_h * s_qh + o_t.to(tl.int64) * s_qt)[:, None] * UNIT
     b_q = tl.load(p_q + o_d[None, :], mask=m_tile, other=0.0)
+    b_start, b_end, begin, stop = part_of_keys(o_t, T, S, lo, hi, start, end, i_s, num_splits, BN, TABLE, ONE)
     b_acc = tl.zeros([BM, BD], tl.float32)
     b_m = tl.full([BM], float("-inf"), tl.float32)
     b_l = tl.zeros([BM], tl.float32)
@@ -288,21 +295,17 @@ def _launches(
     return launches
 
 
-def split_launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    part: Tensor,
-    part_lse: Tensor,
-    mask: Mask,
-    scale: float,
-) -> Launch:
+def split_launch(q: Tensor, k: Tensor, v: Tensor, part: Tensor, part_lse: Tensor, mask: Mask, scale: float) -> Launch:
     """The launch that computes part [num_splits, B, H, T, D] and part_lse [num_splits, B, H, T], or, without the first
     dimension, the output itself."""
     (B, H, T, D), (K, S) = q.shape, k.shape[1:3]
     size = few_tile(T * (H // K), D, q.element_size(), q.device)
     num_splits = 1 if part.dim() == 4 else len(part)
     num_blocks = triton.cdiv(T * (H // K), size.block_q)
+    num_programs = num_blocks * num_splits * B * K
+    few = T == 1 and size.block_q == FEW and size.num_stages == 3
+    if few and num_programs <= RESIDENT * multiprocessors(q.device) and SHORT * num_splits * size.block_k >= S:
+        size = replace(size, num_stages=4)
     table, start, end, _, _, rows_stride, _, lo, hi, _ = mask_arguments(mask, T, S, q)
     # The stride of a dimension of size 1 is arbitrary.
     steps = [
@@ -315,7 +318,7 @@ def split_launch(
     unit = UNIT if all(step % UNIT == 0 for step in steps) else 1
     return Launch(
         split_kernel,
-        (num_blocks * num_splits * B * K,),
+        (num_programs,),
         (
             q, k, v, part, part_lse, start, end, *(step // unit for step in steps), rows_stride,
             B, H, K, T, S, num_blocks, num_splits, lo, hi, scale * LOG2E,
@@ -368,17 +371,17 @@ def count_splits(q: Tensor, k: Tensor, mask: Mask) -> int:
     (B, H, T, D), (K, S) = q.shape, k.shape[1:3]
     rows = T * (H // K)
     size = few_tile(rows, D, q.element_size(), q.device)
-    rounds = 1
+    rounds, resident = 1, 1 if FEW < rows <= MAX_ROWS and block_dim(D) > 128 else RESIDENT
     if isinstance(mask, Band):
         lo, hi = mask.bounds(T, S)
         S = max(1, min(S, hi - lo + T))
-    elif B > 1:  # lengths may differ: with more parts than run at once, short sequences leave room for long ones
-        rounds = 4
+    elif B > 1:
+        # Lengths may differ if each sequence has its own rows in the mask. With more parts than run at once, short
+        # sequences leave room for long ones. Of the programs of one query with three stages, three run at once.
+        may_differ = isinstance(mask, Rows) and mask.start.dim() == 2
+        rounds, resident = (2 if may_differ else 1, 3) if T == 1 and rows <= FEW else (4, resident)
     streams = B * K * triton.cdiv(rows, size.block_q)
     tiles, chip = triton.cdiv(S, size.block_k), multiprocessors(q.device)
-    if rows > MAX_ROWS and not in_two_tiles(
-        size
-    ):  # a multiprocessor runs one program at a time, and a second round costs more than it gains
-        return max(1, min(tiles // 2, chip // streams))
-    resident = 1 if FEW < rows <= MAX_ROWS and block_dim(D) > 128 else RESIDENT
-    return fill(streams, tiles, rounds * resident * chip)
+    if rows > MAX_ROWS and not in_two_tiles(size):
+        return max(1, min(tiles // 2, chip // streams))  # one program runs on a multiprocessor, and in one round
+    return fill(streams, tiles, rounds * resident * chip, 0.98 if T == 1 else 0.95)

@@ -189,8 +189,9 @@ def key_passes(q: Tensor, *, bits: bool = False, dropout: bool = False) -> dict[
 
 
 @lru_cache(4096)
-def fill(num_streams: int, num_tiles: int, slots: int) -> int:
-    """The least number of parts that keeps a GPU within 95% of the best utilisation that any number of parts reaches.
+def fill(num_streams: int, num_tiles: int, slots: int, least: float = 0.95) -> int:
+    """The least number of parts that keeps a GPU within 95% (`least`) of the best utilisation that any number of parts
+    reaches.
 
     The GPU runs `slots` programs at once, and in the last round most slots may be empty.
     """
@@ -199,4 +200,4 @@ def fill(num_streams: int, num_tiles: int, slots: int) -> int:
     for num_splits in range(1, most + 1):
         rounds = num_streams * num_splits / slots
         busy.append(rounds / math.ceil(rounds))
-    return 1 + next(i for i, share in enumerate(busy) if share >= 0.95 * max(busy))
+    return 1 + next(i for i, share in enumerate(busy) if share >= least * max(busy))

@@ -117,19 +117,21 @@ import json, re, sys, torch
 from dataclasses import replace
 from benchmarks.compile_kernels import compile_for, compile_launch
 from flashspan.generate.kernels import matvec
-for kind, dtype, early in json.loads(sys.argv[1]):
+for kind, dtype, early, rows in json.loads(sys.argv[1]):
     dtype = getattr(torch, dtype)
     make = lambda *shape, dtype=dtype: torch.empty(*shape, dtype=dtype, device="meta")
-    row, squares, angles = make(16, 2048), matvec.new_squares(make(2048, 2048)), make(16, 32, dtype=torch.float32)
+    row, squares, angles = make(rows, 2048), matvec.new_squares(make(2048, 2048)), make(rows, 32, dtype=torch.float32)
     wide = make(8192, 2048)
-    weights, positions = [make(width, 2048) for width in (2048, 512, 512)], make(16, dtype=torch.int64)
-    matvec.TABLE.update({name: replace(size, early=early) for name, size in matvec.TABLE.items()})
+    weights, positions = [make(width, 2048) for width in (2048, 512, 512)], make(rows, dtype=torch.int64)
+    for table in (matvec.TABLE, matvec.ONE_ROW):
+        table.update({name: replace(size, early=early) for name, size in table.items()})
     launch = {
         "project": lambda: matvec.project_launch(
-            row, squares, weights, angles, angles, positions, make(16, 32, 64), make(2, 16, 8, 8448, 64), 1e-5, 1.0),
-        "add": lambda: matvec.add_launch(make(16, 8192), make(2048, 8192), row, row[0], row, squares, 1.0),
-        "gated": lambda: matvec.gated_launch(row, squares, wide, wide, make(16, 8192), 1e-5, 1.0),
-        "head": lambda: matvec.head_launch(row, squares, make(128256, 2048), make(16, 128256), positions, 1e-5, 1.0),
+            row, squares, weights, angles, angles, positions, make(rows, 32, 64), make(2, rows, 8, 8448, 64), 1e-5, 1.0
+        ),
+        "add": lambda: matvec.add_launch(make(rows, 8192), make(2048, 8192), row, row[0], row, squares, 1.0),
+        "gated": lambda: matvec.gated_launch(row, squares, wide, wide, make(rows, 8192), 1e-5, 1.0),
+        "head": lambda: matvec.head_launch(row, squares, make(128256, 2048), make(rows, 128256), positions, 1e-5, 1.0),
     }[kind]()
     cost, ptx = compile_launch(launch), compile_for(launch, "cuda", 90).asm["ptx"]
     copies = re.findall(r"cp\\.async\\.\\w+\\.shared\\.global[^,]*\\[[^\\]]*\\], \\[[^\\]]*\\], (\\w+)", ptx)
@@ -137,23 +139,25 @@ for kind, dtype, early in json.loads(sys.argv[1]):
     print(json.dumps([cost.registers, cost.spilled_bytes, cost.shared_bytes, sorted(set(copies)), order[0],
                       cost.instructions["HMMA"], launch.grid[0]]))
 """
-COMMON = [("gated", "bfloat16", False)]
+COMMON = [("gated", "bfloat16", False, 16), ("add", "bfloat16", True, 1)]
 REST = [
-    (kind, dtype, early)
+    (kind, dtype, early, rows)
     for kind in ("project", "add", "gated", "head")
     for dtype in ("bfloat16", "float16", "float32")
     for early in (False, True)
+    for rows in (1, 16)
 ]
 
 
-def check_compiled(*calls: tuple[str, str, bool]) -> None:
+def check_compiled(*calls: tuple[str, str, bool, int]) -> None:
     for call, line in zip(calls, compile_apart(PROGRAM, calls), strict=True):
         registers, spilled, shared, copies, first, products, programs = line
         assert registers <= 255, call
         assert spilled == 0, call
         # With a narrow output, a program has a multiprocessor to itself; otherwise two programs fit.
         assert shared <= 232448 // (1 if programs <= 132 else 2), call
-        assert copies == ["0x10"], f"{call}: weights must be loaded ahead, 16 bytes at a time"
+        assert "0x10" in copies, f"{call}: weights must be loaded ahead, 16 bytes at a time"
+        assert copies == ["0x10"] or call[3] == 1, f"{call}: only a single row may be loaded in narrow pieces"
         assert products > 0, call
         assert (first == "griddepcontrol.wait") == call[2], f"{call}: with an early start nothing may be read before"
 
@@ -164,5 +168,5 @@ def test_tiles_compile_with_wide_pipelined_loads_and_no_spills() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("call", REST, ids=str)
-def test_every_tile_compiles(call: tuple[str, str, bool]) -> None:
+def test_every_tile_compiles(call: tuple[str, str, bool, int]) -> None:
     check_compiled(call)
