@@ -184,7 +184,6 @@ masks = {
     "rows": {"mask": documents([1000] * 4 + [96])},
     "short": {"mask": CAUSAL, "num_tokens": 1024, "num_batch": 8},
     "notes": {"mask": CAUSAL, "num_tokens": 1024, "num_batch": 4},
-    "notes of rows": {"mask": documents([424, 600]), "num_tokens": 1024, "num_batch": 4},
     "few": {"mask": CAUSAL, "num_tokens": 256, "num_key_heads": 1, "num_batch": 1024, "scale": math.log(2)},
     "wide": {"mask": Band(-4095, 0), "num_tokens": 8192, "num_batch": 2},
     "long rows": {"mask": documents([16384, 16384]), "num_tokens": 32768},
@@ -250,11 +249,7 @@ ALL += [
     for carry in ("plain", "carry")
 ]
 ALL += [("forward", head_dim, "bfloat16", "rows", "plain") for head_dim in (64, 128)]
-ALL += [
-    ("forward", head_dim, "bfloat16", mask, "plain")
-    for head_dim in (64, 128, 160, 256)
-    for mask in ("notes", "notes of rows")
-]
+ALL += [("forward", head_dim, "bfloat16", "notes", "plain") for head_dim in (64, 160, 256)]
 ALL += [
     (kind, 64, "bfloat16", mask, carry)
     for kind in ("forward", "backward")
@@ -277,8 +272,6 @@ NAMED = {
     ("backward", 128, "parts of rows"): 600,
     ("keys", 128, "parts of rows"): 400,  # measured: 324; for rows without parts 396
     ("forward", 256, "rows"): 600,
-    ("forward", 256, "notes of rows"): 600,  # measured: 556
-    ("forward", 160, "notes of rows"): 400,  # measured: 312
     ("forward", 160, "rows"): 400,  # measured: 348
     ("forward", 160, "long rows"): 400,  # measured: 380
 }

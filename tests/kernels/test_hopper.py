@@ -137,7 +137,7 @@ def test_nan_in_a_key_reaches_only_the_queries_that_see_it(head_dim: int, repeat
 
 
 @pytest.mark.parametrize("head_dim", [40, 64, 128, 160, 256])
-@pytest.mark.parametrize("batch", [2, 40])  # few tiles: the kernel computes rows again; many: a launch does
+@pytest.mark.parametrize("batch", [2, 60])  # few tiles: the kernel computes rows again; many: a launch does
 def test_rows_that_do_not_see_nan_are_exact(batch: int, head_dim: int) -> None:
     q, k, v, _ = tensors(random.Random(head_dim), batch, 4, 2, 333, 333, head_dim)
     odd = torch.zeros(batch, 2, 333, dtype=torch.bool, device="cuda")

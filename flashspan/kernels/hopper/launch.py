@@ -98,12 +98,14 @@ def repeat_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, out_dtype:
 
 def marks_rows(q: Tensor, k: Tensor, mask: Mask, out_dtype: torch.dtype, in_float16: bool) -> bool:
     """Whether rows that are not finite are marked, and computed again by a second launch (repair.py). It is so with a
-    carry, too, and with an output in float32, whose buffers leave no room for notes."""
-    T, S = q.shape[2], k.shape[2]
-    if in_float16 or isinstance(mask, Blocks):
+    carry, too. A float32 output's buffers leave no room for notes; and tables often hide memory that was never written,
+    where a NaN is not rare."""
+    (B, H, T, _), S = q.shape, k.shape[2]
+    if in_float16 or not isinstance(mask, Band):
         return True
-    lo, hi = mask.bounds(T, S) if isinstance(mask, Band) else (0, S)
-    long = min(S, hi - lo + 1) > MOST_KEYS or triton.cdiv(T, 128) * q.shape[0] * q.shape[1] > MOST_TILES
+    lo, hi = mask.bounds(T, S)
+    num_tiles = triton.cdiv(T, 128) * B * H
+    long = num_tiles > MOST_TILES or num_tiles * min(S, hi - lo + 1) > MOST_KEYS
     return (long or out_dtype == torch.float32) and hidden_sides(mask, T, S) > 0
 
 
@@ -175,6 +177,7 @@ def forward_launch(
     group = H // K
     tiles_per_head = triton.cdiv(T, 64 * tile.warpgroups)
     num_tiles, chip = tiles_per_head * B * H, multiprocessors(q.device)
+    assert repair is not NOTE_ROWS or num_tiles <= MOST_TILES
     section = key_heads_for_queries(q, k, tiles_per_head)
     return Launch(
         forward_kernel,

@@ -5,7 +5,7 @@ Rows may also overflow (softmax.py). Nearly always there are no such rows. There
 
 - KEEP_ROWS: they stay as they are. If no key is hidden, a row with NaN sees that NaN.
 - NOTE_ROWS: consumers note them in shared memory, and at its end the program computes them again, row by row. That is
-  slow, but a launch would take 2 to 3 us. For short calls without a carry and without V in float16.
+  slow, but a launch would take 2 to 3 us. For short calls with a band (see `marks_rows`).
 - MARK_ROWS: they are marked in global memory, and a launch of the portable kernel computes the marked rows.
 """
 
@@ -25,8 +25,8 @@ NOTED_TURNS = gl.constexpr(512)
 """With NOTE_ROWS, a program keeps the numbers of all its tiles, and at their end one that is no tile's."""
 MOST_TILES = NOTED_TURNS.value - 1
 """The most tiles of a launch with NOTE_ROWS."""
-MOST_KEYS = 4096
-"""The most keys that a query may see with NOTE_ROWS."""
+MOST_KEYS = 2**19
+"""The most keys, added over all tiles, of a launch with NOTE_ROWS: it takes up to 40 us, or 16 ms if V is all NaN."""
 KEYS = gl.constexpr(32)
 """Keys that are computed together at a program's end."""
 
@@ -114,6 +114,7 @@ def _recompute_rows(i_bh, m0, tensors, sizes, outputs, mask, config):
         start, end = intervals_of(row, T, sizes.S, sizes.lo, sizes.hi, mask, i_bh // sizes.H, config.TABLE)
         q = gl.load(p_q + row * _stride(desc_q, 2), mask=o_d < D, other=0.0).to(gl.float32)
         lse = gl.load(outputs.lse + i_bh.to(gl.int64) * T + row) * 1.4426950408889634
+        lse = gl.where(lse == float("-inf"), float("inf"), lse)  # no visible score is above -inf: the output is 0
         o = gl.zeros([KEYS, COLUMNS], gl.float32, layout=L)
         for n0 in range(start, end, KEYS):
             seen = n0 + o_n < end

@@ -62,7 +62,7 @@ def _list_loop(
     tables = (*(None,) * unused[0], *lists.tensors, bits)
     numbers = (*(None,) * unused[1], *maps(mask, lists), q.shape[0])
     num_blocks, edges = lists.spans.shape[2] * block[0] // width, {"LINE": block[0], "OTHER": block[1]}
-    return Loop(size, num_blocks, tables, numbers, {"TABLE": False, **edges, **constants})
+    return Loop(size, num_blocks, tables, numbers, {**edges, "TABLE": False, **constants})
 
 
 def maps(mask: Blocks, lists: Lists) -> tuple[int, int, int, int]:
