@@ -149,7 +149,7 @@ def hopper_launches(
         return launches_of(lambda: hopper.backward(*tensors, problem, dq=dq, dk=dk, dv=dk, accumulate=carry))
 
     found = launches_of(lambda: hopper.forward(q, k, k, problem, carry=past, out_dtype=dtype))
-    launches = {re.sub("lists_|_kernel", "", launch.kernel.__name__): launch for launch in found}
+    launches = {launch.kernel.__name__.removesuffix("_kernel"): launch for launch in found}
     assert launches["forward"].kernel.is_gluon(), "portable kernels serve this call"
     if block_dim(head_dim) in BACKWARD:
         launches["backward"] = backward(problem)[1]

@@ -112,7 +112,6 @@ def test_the_name_of_a_kernel_says_what_it_computes() -> None:
         "flash_fwd_kernel": "attention",
         "forward_kernel": "attention",
         "keys_kernel": "attention",
-        "lists_forward_kernel": "attention",
         "delta_kernel": "attention",
         "layer_norm_backward_kernel": "other",
         "vectorized_elementwise_kernel": "other",

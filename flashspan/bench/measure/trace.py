@@ -24,9 +24,8 @@ PRODUCTS = (
 FUSED = ("flash", "fmha", "scaled_dot_product", "sdpa")
 # Our attention kernels: those with matmuls, and those that run before and after them.
 PASSES = ("forward", "backward", "gradients", "keys", "queries", "repair")
-OURS = {f"{kind}{word}_kernel" for kind in ("", "lists_") for word in PASSES}
-AROUND = ("float16", "delta", "rows", "cast", "split", "combine", "few_rows", "add_parts", "add_gradients")
-OURS |= {f"{word}_kernel" for word in AROUND}
+AROUND = ("float16", "delta", "rows", "cast", "split", "combine", "few_rows", "add_gradients")
+OURS = {f"{word}_kernel" for word in (*PASSES, *AROUND)}
 # Our matmuls: of a layer (ops), and of a decode step.
 MATMULS = {f"{word}_kernel" for word in ("projection", "gated", "gated_backward", "sum", "project", "add", "head")}
 INSIDE = r"\b\w+(?:Functor\w*|Ops|_kernel\w*|_cuda)\b"

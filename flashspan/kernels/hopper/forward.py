@@ -65,58 +65,38 @@ from flashspan.kernels.hopper.slices import (
 )
 from flashspan.kernels.hopper.softmax import exponentials, partial_sums, raise_maximum
 
-NUMBERS = ["s_ob", "s_oh", "s_ot", "s_rows", "H", "G", "T", "S", "lo", "hi", "num_heads", "section", "num_tiles"]
+NUMBERS = [
+    *("s_ob", "s_oh", "s_ot", "s_rows", "s_batch", "s_head", "num_lines", "num_long", "H", "G", "T", "S", "lo", "hi"),
+    *("num_heads", "section", "num_tiles"),
+]
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
 def forward_kernel(
-    desc_q, desc_k, desc_v, desc_out, q, k, v, out, lse, invalid, start, end, counter, s_ob, s_oh, s_ot, s_rows, H, G,
-    T, S, lo, hi, scale, num_heads, section, num_tiles, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr, HIDDEN_SIDES: gl.constexpr, TABLE: gl.constexpr, CARRY: gl.constexpr, REPAIR: gl.constexpr,
-    UNIT_SCALE: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
-):  # fmt: skip
-    """out and lse of every query, for a mask of intervals. Strides of out are in units of 8 elements."""
-    num_blocks = gl.cdiv(T, desc_q.block_type.shape[2] * CONSUMERS)
-    _run(
-        ForwardTensors(desc_q, desc_k, desc_v, desc_out, q, k, v),
-        ForwardSizes(H, G, T, S, lo, hi, scale, num_heads, num_blocks, section, num_tiles, counter),
-        ForwardOutputs(out, lse, invalid, s_ob, s_oh, s_ot), IntervalMask(start, end, s_rows),
-        HEAD_DIM, STAGES, Q_STAGES, HIDDEN_SIDES, TABLE, CARRY, False, REPAIR, UNIT_SCALE, CONSUMERS, REGISTERS,
-        PRODUCER_REGISTERS,
-    )  # fmt: skip
-
-
-LIST_NUMBERS = ["s_batch", "s_head", "num_lines", "num_long", *(x for x in NUMBERS if x not in ("s_rows", "lo", "hi"))]
-
-
-@gluon.jit(do_not_specialize=LIST_NUMBERS)
-def lists_forward_kernel(
-    desc_q, desc_k, desc_v, desc_out, desc_words, out, lse, invalid, spans, index, numbers, order, counter, s_ob, s_oh,
-    s_ot, s_batch, s_head, num_lines, num_long, H, G, T, S, scale, num_heads, section, num_tiles,
-    HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, CARRY: gl.constexpr, REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
-):  # fmt: skip
-    """out and lse of every query, for a block map in blocks of 128 x 128: two consumers compute a line of it."""
-    words_s = gl.allocate_shared_memory(gl.int32, [STAGES * 2, 256], desc_words.layout)
-    mask = BlockMask(desc_words, words_s, spans, index, numbers, order, s_batch, s_head, num_lines, num_long)
-    _run(
-        ForwardTensors(desc_q, desc_k, desc_v, desc_out, out, out, out),  # q, k and v are needed for NOTE_ROWS only
-        ForwardSizes(H, G, T, S, 0, 0, scale, num_heads, num_lines, section, num_tiles, counter),
-        ForwardOutputs(out, lse, invalid, s_ob, s_oh, s_ot), mask,
-        HEAD_DIM, STAGES, 2, 2, False, CARRY, True, MARK_ROWS, False, 2, REGISTERS, PRODUCER_REGISTERS,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _run(
-    tensors, sizes, outputs, mask, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-    HIDDEN_SIDES: gl.constexpr, TABLE: gl.constexpr, CARRY: gl.constexpr, BLOCK_MAP: gl.constexpr,
+    desc_q, desc_k, desc_v, desc_out, desc_words, q, k, v, out, lse, invalid, start, end, spans, index, numbers, order,
+    counter, s_ob, s_oh, s_ot, s_rows, s_batch, s_head, num_lines, num_long, H, G, T, S, lo, hi, scale, num_heads,
+    section, num_tiles, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+    HIDDEN_SIDES: gl.constexpr, TABLE: gl.constexpr, BLOCK_MAP: gl.constexpr, CARRY: gl.constexpr,
     REPAIR: gl.constexpr, UNIT_SCALE: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Derive the constants, allocate buffers and barriers, and start the partitions. `warp_specialize` takes their
-    functions, then the warps and registers of all but the first, which runs on the launch's own warps."""
-    desc_q, desc_k, desc_v, desc_out = tensors.desc_q, tensors.desc_k, tensors.desc_v, tensors.desc_out
+    """out and lse of every query, for a mask of intervals or, with BLOCK_MAP, for a block map in blocks of 128 x 128:
+    two consumers compute a line of it. Arguments of the other kind of mask are None. Strides of out are in units of 8
+    elements.
+
+    This function derives the constants, allocates buffers and barriers, and starts the partitions. `warp_specialize`
+    takes their functions, then the warps and registers of all but the first, which runs on the launch's own warps.
+    """
+    if BLOCK_MAP:
+        words_s = gl.allocate_shared_memory(gl.int32, [STAGES * 2, 256], desc_words.layout)
+        mask = BlockMask(desc_words, words_s, spans, index, numbers, order, s_batch, s_head, num_lines, num_long)
+        num_blocks = num_lines
+    else:
+        num_blocks = gl.cdiv(T, desc_q.block_type.shape[2] * CONSUMERS)
+        mask = IntervalMask(start, end, s_rows)  # type: ignore[assignment]
+    tensors = ForwardTensors(desc_q, desc_k, desc_v, desc_out, q, k, v)
+    sizes = ForwardSizes(H, G, T, S, lo, hi, scale, num_heads, num_blocks, section, num_tiles, counter)
+    outputs = ForwardOutputs(out, lse, invalid, s_ob, s_oh, s_ot)
     BLOCK_Q: gl.constexpr = desc_q.block_type.shape[2]
     BLOCK_K: gl.constexpr = desc_k.block_type.shape[2]
     SLICE_D: gl.constexpr = desc_q.block_type.shape[3]

@@ -184,14 +184,15 @@ def forward_launch(
         (min(num_tiles, chip),),
         (
             describe(q, 1, 1, 64, slice_d), *(describe(x, 1, 1, tile.block_k, slice_d) for x in (k, v)),
-            describe(out, 1, 1, 64, slice_d * 2 // out.itemsize), q, k, v, out, lse, counter if bad is None else bad,
-            start, end, counter, *(step // 8 for step in out.stride()[:3]), rows_stride, H, group, T, S, lo, hi,
-            scale * LOG2E, B * H, section * group, num_tiles,
+            describe(out, 1, 1, 64, slice_d * 2 // out.itemsize), None, q, k, v, out, lse,
+            counter if bad is None else bad, start, end, *(None,) * 4, counter,
+            *(step // 8 for step in out.stride()[:3]), rows_stride, *(None,) * 4, H, group, T, S, lo, hi, scale * LOG2E,
+            B * H, section * group, num_tiles,
         ),
         {
             "HEAD_DIM": D, "STAGES": tile.stages, "Q_STAGES": tile.queries, "HIDDEN_SIDES": sides, "TABLE": table,
-            "CARRY": carry, "REPAIR": repair.value, "UNIT_SCALE": is_unit(q, scale) and v.dtype != q.dtype,
-            **warps(tile.warpgroups),
+            "BLOCK_MAP": False, "CARRY": carry, "REPAIR": repair.value,
+            "UNIT_SCALE": is_unit(q, scale) and v.dtype != q.dtype, **warps(tile.warpgroups),
         },
     )  # fmt: skip
 

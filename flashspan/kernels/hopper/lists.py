@@ -6,9 +6,10 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flashspan.kernels.hopper.forward import lists_forward_kernel
+from flashspan.kernels.hopper.forward import forward_kernel
+from flashspan.kernels.hopper.repair import MARK_ROWS
 from flashspan.kernels.hopper.tensors import block_dim, describe, key_heads_for_queries, multiprocessors
-from flashspan.kernels.hopper.tiles import FORWARD, WARPS
+from flashspan.kernels.hopper.tiles import FORWARD, warps
 from flashspan.kernels.launch.launch import Launch
 from flashspan.kernels.masks import Blocks
 from flashspan.kernels.portable.arguments import LOG2E
@@ -47,15 +48,18 @@ def lists_forward_launch(
     tile, lines, chip = FORWARD[wide], mask.rows.spans.shape[2], multiprocessors(q.device)
     section = key_heads_for_queries(q, k, lines)
     return Launch(
-        lists_forward_kernel,
+        forward_kernel,
         (min(lines * B * H, chip),),
         (
             describe(q, 1, 1, 64, wide), describe(k, 1, 1, 128, wide), describe(v, 1, 1, 128, wide),
-            describe(out, 1, 1, 64, wide * 2 // out.itemsize), describe_bits(mask.bits, mask), out, lse, bad,
-            *mask.rows.tensors, counter, *(step // 8 for step in out.stride()[:3]), *maps(mask, mask.rows), H, group,
-            T, S, scale * LOG2E, B * H, section * group, lines * B * H,
+            describe(out, 1, 1, 64, wide * 2 // out.itemsize), describe_bits(mask.bits, mask), q, k, v, out, lse, bad,
+            None, None, *mask.rows.tensors, counter, *(step // 8 for step in out.stride()[:3]), None,
+            *maps(mask, mask.rows), H, group, T, S, None, None, scale * LOG2E, B * H, section * group, lines * B * H,
         ),
-        {"HEAD_DIM": D, "STAGES": tile.stages, "CARRY": carry, **WARPS},
+        {
+            "HEAD_DIM": D, "STAGES": tile.stages, "Q_STAGES": 2, "HIDDEN_SIDES": 2, "TABLE": False, "BLOCK_MAP": True,
+            "CARRY": carry, "REPAIR": MARK_ROWS.value, "UNIT_SCALE": False, **warps(2),
+        },
     )  # fmt: skip
 
 
