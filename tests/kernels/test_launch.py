@@ -168,7 +168,8 @@ def test_sequences_may_lie_two_to_the_31_numbers_apart() -> None:
         assert launch.is_aligned(x)
         x[1] = 7.0
     parts = torch.ones(2, 2, 1, 64), torch.ones(2, 2, 1, 64)
-    launch.cast_launch(torch.ones(64, 256), torch.zeros(2, dtype=torch.int32), parts, (dq, dk, dv), 1.0, 128, 128, 0)()
+    sums, states, rows = torch.ones(64, 256), torch.zeros(2, dtype=torch.int32), {"padded": 128, "block": 128}
+    launch.cast_launch(sums, states, parts, (dq, dk, dv), 1.0, **rows, claimed=0)()
     assert [x[1].unique().tolist() for x in (dq, dk, dv)] == [[1.0], [2.0], [2.0]]
 
 
@@ -313,7 +314,7 @@ def test_sums_of_dq_lie_as_products_leave_them_and_the_cast_puts_them_right(
     rows.view(-1, claimed, wide)[1] = 0
     keys = [torch.randn(1, 2 * num_parts, 70, head_dim, generator=generator) for _ in range(2)]
     made = [torch.full((1, 70, 2, head_dim), float("nan"), dtype=torch.bfloat16).transpose(1, 2) for _ in range(2)]
-    launch.cast_launch(sums, states, keys, (dq, *made), 2.0, padded, block, claimed)()
+    launch.cast_launch(sums, states, keys, (dq, *made), 2.0, padded=padded, block=block, claimed=claimed)()
     for got, x in zip(made, keys, strict=True):
         if num_parts == 1:
             assert got.isnan().all(), "its own part"

@@ -14,8 +14,8 @@ With EARLY, on Hopper and later, a kernel may start before the previous kernel h
 launch). It can prefetch its first weights, which no kernel writes, into the L2 cache. It reads everything else after
 `gdc_wait`, which waits until the previous kernel has ended and its writes are visible. Its programs go to the
 multiprocessors that have room first. If more programs fit on one than its share, some get too many, others none, and
-the kernel takes up to half as long again. So the stages of a tile are so many that no more fit than a share: for one
-row one program of `add`, two of `gated`, three of `project`.
+the kernel takes up to half as long again. So the number of stages is chosen to fill shared memory. With one row, one
+program of `add`, two of `gated` or three of `project` fit on a multiprocessor.
 """
 
 from __future__ import annotations

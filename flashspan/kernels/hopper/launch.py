@@ -352,8 +352,8 @@ def _backward_launches(
         },
     )  # fmt: skip
     if summed:
-        cast = cast_launch(sums, states, (dk_parts, dv_parts), (dq, dk, dv), scale, padded, block, claimed)
-        return [prepare, *passes, cast]
+        parts, rows = (dk_parts, dv_parts), {"padded": padded, "block": block, "claimed": claimed}
+        return [prepare, *passes, cast_launch(sums, states, parts, (dq, dk, dv), scale, **rows)]
     if sums.shape != dq.shape or dk_parts.shape != dk.shape:
         passes.append(add_gradients_launch((sums, dk_parts, dv_parts), (dq, dk, dv), accumulate))
     return [prepare, *passes]

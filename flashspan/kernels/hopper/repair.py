@@ -26,7 +26,8 @@ NOTED_TURNS = gl.constexpr(512)
 MOST_TILES = NOTED_TURNS.value - 1
 """The most tiles of a launch with NOTE_ROWS."""
 MOST_KEYS = 2**19
-"""The most keys, added over all tiles, of a launch with NOTE_ROWS: it takes up to 40 us, or 16 ms if V is all NaN."""
+"""The most keys, added over all tiles, of a launch with NOTE_ROWS. By estimate, not measured: such a launch takes up to
+40 us, or 16 ms if V is all NaN."""
 KEYS = gl.constexpr(32)
 """Keys that are computed together at a program's end."""
 

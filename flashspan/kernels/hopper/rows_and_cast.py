@@ -82,11 +82,19 @@ def cast_kernel(
 
 
 def cast_launch(
-    sums: Tensor, states: Tensor, parts: Sequence[Tensor], grads: Sequence[Tensor], scale: float, *rows: int
+    sums: Tensor,
+    states: Tensor,
+    parts: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    scale: float,
+    *,
+    padded: int,
+    block: int,
+    claimed: int,
 ) -> Launch:
-    """The launch that writes dq from its sums and, if dk and dv have parts, adds those. `rows` are the rows of a head,
-    padded; of a block of sums; and those that share a state."""
-    (B, H, T, D), (K, S), (padded, block, claimed) = grads[0].shape, grads[1].shape[1:3], rows
+    """The launch that writes dq from its sums and, if dk and dv have parts, adds those. The numbers of rows: of a head
+    of sums (padded), of a block of sums (block), and of those that share a state (claimed, or 0)."""
+    (B, H, T, D), (K, S) = grads[0].shape, grads[1].shape[1:3]
     wide, num_parts = block_dim(D), parts[0].shape[1] // K
     num_dq = triton.cdiv(T, 32) * B * H
     num_dk = triton.cdiv(S, 2048 // wide) * B * K if num_parts > 1 else 0

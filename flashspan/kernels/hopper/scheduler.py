@@ -20,8 +20,8 @@ from flashspan.kernels.hopper.ptx import opaque
 
 @gluon.jit
 def own_sizes(sizes, config):
-    """The sizes, for one partition. What several partitions compute from the same number, the compiler would compute
-    before they start, and keep in local memory: its first read takes 2 us."""
+    """The sizes, for one partition. What several partitions compute from the same number, the compiler would otherwise
+    compute before they start; ptxas would then keep it in local memory."""
     T, lo, hi, num_blocks = opaque(sizes.T), sizes.lo, sizes.hi, sizes.num_blocks
     if not config.BLOCK_MAP:
         lo, hi = opaque(lo), opaque(hi)

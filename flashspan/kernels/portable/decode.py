@@ -377,9 +377,11 @@ def count_splits(q: Tensor, k: Tensor, mask: Mask) -> int:
         S = max(1, min(S, hi - lo + T))
     elif B > 1:
         # Lengths may differ if each sequence has its own rows in the mask. With more parts than run at once, short
-        # sequences leave room for long ones. Of the programs of one query with three stages, three run at once.
-        may_differ = isinstance(mask, Rows) and mask.start.dim() == 2
-        rounds, resident = (2 if may_differ else 1, 3) if T == 1 and rows <= FEW else (4, resident)
+        # sequences leave room for long ones.
+        rounds = 4
+        if T == 1 and rows <= FEW:  # three such programs fit on a multiprocessor
+            may_differ = isinstance(mask, Rows) and mask.start.dim() == 2
+            rounds, resident = 2 if may_differ else 1, 3
     streams = B * K * triton.cdiv(rows, size.block_q)
     tiles, chip = triton.cdiv(S, size.block_k), multiprocessors(q.device)
     if rows > MAX_ROWS and not in_two_tiles(size):
